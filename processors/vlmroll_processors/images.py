@@ -1,0 +1,179 @@
+"""One normalisation of pictures, done before any backend, so that every backend sees the same pixels.
+
+A picture from any source becomes a `Picture`: RGB, 8 bits for each channel, turned as its EXIF data says, transparency
+laid over white, and a content hash that serves as cache key. Pictures with several frames are refused, since taking
+one silently would drop the others.
+"""
+
+import base64
+import hashlib
+import io
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps
+
+BACKGROUND = (255, 255, 255)
+"""The colour under transparent pixels."""
+
+RESIZE_KEYS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+"""Per-picture size keys of a content part, as qwen-vl-utils reads them."""
+
+# What Pillow's decoders raise for broken files: OSError for cut ones, and any of the others by format.
+_UNREADABLE = (
+    ArithmeticError,
+    EOFError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    struct.error,
+    Image.DecompressionBombError,
+)
+_REMOTE = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+
+ImageSource = Any
+"""A PIL image, path, bytes, data URL, `{"bytes": ..., "path": ...}` as datasets stores it, or an array [H, W(, C)]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Picture:
+    """One normalised picture.
+
+    Attributes:
+        image: RGB, 8 bits for each channel.
+        sha256: hex digest of size and pixels; equal pictures have equal digests, whatever their source.
+        resize: per-picture size keys (`RESIZE_KEYS`), empty when the processor's own budget applies.
+    """
+
+    image: Image.Image = field(repr=False, compare=False)
+    sha256: str
+    resize: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def key(self) -> tuple[str, tuple[tuple[str, int], ...]]:
+        """Cache key: content and requested size."""
+        return self.sha256, self.resize
+
+
+def load_picture(source: ImageSource, *, where: str, resize: Mapping[str, int] | None = None) -> Picture:
+    """Read and normalise one picture.
+
+    Args:
+        source: see `ImageSource`.
+        where: row and column, for error messages, such as "row 3, column 'images'[1]".
+        resize: per-picture size keys.
+
+    Raises:
+        ValueError: the source is missing, unreadable, of an unknown type, has several frames, or is a remote address.
+
+    Example:
+        >>> load_picture(Image.new("L", (4, 4), 255), where="row 0").image.mode
+        'RGB'
+    """
+    try:
+        image = normalise(open_image(source, where=where), where=where)
+    except _UNREADABLE as error:
+        if str(error).startswith(where):  # our own words, not Pillow's
+            raise
+        reason = f"{type(error).__name__}: {error!s:.200}"
+        raise ValueError(f"{where}: the picture cannot be read ({reason}); replace the file or drop the row") from error
+    digest = hashlib.sha256(f"{image.size}".encode())
+    digest.update(image.tobytes())
+    return Picture(image=image, sha256=digest.hexdigest(), resize=tuple(sorted((resize or {}).items())))
+
+
+def open_image(source: ImageSource, *, where: str) -> Image.Image:
+    """The picture as Pillow opens it, not yet normalised; see `ImageSource` for what `source` may be."""
+    if isinstance(source, Image.Image):
+        return source
+    if isinstance(source, Mapping):
+        content, path = source.get("bytes"), source.get("path")
+        if content is None and path is None:
+            raise ValueError(f"{where}: the picture has neither 'bytes' nor 'path'; give one of them")
+        return open_image(content if content is not None else path, where=where)
+    if isinstance(source, bytes | bytearray | memoryview):
+        return Image.open(io.BytesIO(source))
+    if isinstance(source, np.ndarray):
+        return _from_array(source, where=where)
+    if isinstance(source, str) and source.startswith("data:"):
+        return Image.open(io.BytesIO(_data_url_bytes(source, where=where)))
+    if isinstance(source, str) and _REMOTE.match(source):
+        raise ValueError(f"{where}: remote pictures are not fetched ({source!r:.200}); download it and give its path")
+    if isinstance(source, str | Path):
+        path = Path(str(source).removeprefix("file://"))
+        if not path.is_file():
+            raise ValueError(f"{where}: there is no picture file at {str(path)!r:.200}; check the path")
+        with path.open("rb") as file:
+            return Image.open(io.BytesIO(file.read()))
+    raise ValueError(
+        f"{where}: a picture cannot be made from {type(source).__name__}; give a PIL image, a path, bytes, "
+        "a data URL, {'bytes': ...} or an array"
+    )
+
+
+def normalise(image: Image.Image, *, where: str) -> Image.Image:
+    """RGB, 8 bits, upright, over `BACKGROUND`; always a picture of its own, never the caller's object.
+
+    Raises:
+        ValueError: the picture has several frames (a multi-picture JPEG counts as one) or no pixels.
+    """
+    if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
+        frames = getattr(image, "n_frames", 1)
+        raise ValueError(f"{where}: the picture has {frames} frames; give one frame (image.seek(i); image.copy())")
+    if 0 in image.size:
+        raise ValueError(f"{where}: the picture has no pixels (size {image.size})")
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16") or image.mode in ("I", "F"):
+        image = _to_8_bits(image, where=where)
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        flat = Image.new("RGBA", image.size, (*BACKGROUND, 255))
+        image = Image.alpha_composite(flat, image)
+    rgb = image.convert("RGB")
+    rgb.info.clear()  # a stale "transparency" entry would be read again by whoever converts next
+    return rgb.copy() if rgb is image else rgb
+
+
+def _to_8_bits(image: Image.Image, *, where: str) -> Image.Image:
+    """Scale 16-bit greys to 8 bits; Pillow itself would clip them to white."""
+    values = np.asarray(image)
+    if values.dtype.kind == "f":
+        if not (np.isfinite(values).all() and values.min() >= 0 and values.max() <= 1):
+            raise ValueError(f"{where}: a picture of floats must hold values from 0 to 1; scale it first")
+        return Image.fromarray((values * 255).round().astype(np.uint8))
+    if values.min() < 0 or values.max() > 65535:
+        raise ValueError(f"{where}: a 32-bit picture must hold values from 0 to 65535; scale it first")
+    grey = Image.fromarray((values.astype(np.float64) / 257).round().astype(np.uint8))
+    if "transparency" not in image.info:
+        return grey
+    # A 16-bit PNG names one grey value that is transparent.
+    alpha = Image.fromarray(np.where(values == image.info["transparency"], 0, 255).astype(np.uint8))
+    return Image.merge("LA", (grey, alpha))
+
+
+def _from_array(values: np.ndarray, *, where: str) -> Image.Image:
+    channels_ok = values.ndim == 2 or (values.ndim == 3 and values.shape[2] in (1, 3, 4))
+    if not channels_ok or values.dtype != np.uint8:
+        raise ValueError(
+            f"{where}: an array picture must be uint8 of shape [H, W], [H, W, 1], [H, W, 3] or [H, W, 4], "
+            f"got {values.dtype} {list(values.shape)}"
+        )
+    return Image.fromarray(values[:, :, 0] if values.ndim == 3 and values.shape[2] == 1 else values)
+
+
+def _data_url_bytes(url: str, *, where: str) -> bytes:
+    header, _, payload = url.partition(",")
+    if not header.endswith(";base64"):
+        raise ValueError(f"{where}: a data URL must be base64 ('data:image/png;base64,...'), got {header!r}")
+    try:
+        return base64.b64decode(payload, validate=True)
+    except ValueError as error:  # binascii.Error is one; so is the refusal of characters beyond ASCII
+        raise ValueError(f"{where}: the data URL's base64 is broken ({error})") from error

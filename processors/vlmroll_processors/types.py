@@ -1,0 +1,143 @@
+"""The values that an adapter hands out: `Prompt`, and the rules by which its tensors join a batch.
+
+Shapes: P prompt tokens, R rows of one prompt's image tensors (patches, tiles or images).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+
+from vlmroll_processors.images import Picture
+
+# What a per-token tensor holds over the completion: a constant, or positions that go on from the prompt's largest one.
+CompletionRule = int | Literal["count_on"]
+
+
+class JoinKind(Enum):
+    """How the forward kwarg of one prompt meets those of the others."""
+
+    ROWS = "rows"
+    """Axis 0 counts patches, tiles or images: concatenate; a prompt without pictures brings no rows."""
+    SAMPLES = "samples"
+    """Axis 0 is 1 for each prompt: pad the trailing axes to the batch's maximum, then concatenate."""
+    TOKENS = "tokens"
+    """One value for each token: padded like the ids, and continued over the completion."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Join:
+    """How one forward kwarg joins a batch.
+
+    Attributes:
+        kind: see `JoinKind`.
+        pad: the value of padding.
+        completion: TOKENS only; what a completion token gets: a constant, or "count_on" for positions, which continue
+            from the prompt's largest position.
+        token_axis: TOKENS only; the axis of one prompt's tensor that counts tokens. The batch axis is put before it,
+            so position ids of shape [3, P] join to [3, B, T].
+        pad_axes: ROWS only; trailing axes whose size differs between prompts and is padded to the batch's maximum.
+
+    Example:
+        >>> Join(kind=JoinKind.TOKENS, pad=0, completion=0).kind
+        <JoinKind.TOKENS: 'tokens'>
+    """
+
+    kind: JoinKind
+    pad: int | float = 0
+    completion: CompletionRule = 0
+    token_axis: int = 0
+    pad_axes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.token_axis < 0 or any(axis < 1 for axis in self.pad_axes):
+            raise ValueError(f"axes count from the front, and axis 0 of rows is not padded; got {self}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageSpan:
+    """Where one picture sits in `Prompt.prompt_ids`: `length` placeholder tokens from `offset` on."""
+
+    offset: int
+    length: int
+
+    def __post_init__(self) -> None:
+        if self.offset < 0 or self.length < 1:
+            raise ValueError(f"an image span needs offset >= 0 and length >= 1, got {self.offset} and {self.length}")
+
+
+def _no_tensors() -> Mapping[str, torch.Tensor]:
+    return {}
+
+
+def _no_joins() -> Mapping[str, Join]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """One prompt, encoded once: what every generator samples from and the trainer trains on.
+
+    The siblings of a group share one `Prompt` object. It checks itself: every kwarg has a join rule, per-token kwargs
+    have one value for each token, and the spans lie inside the ids, in order, one for each picture.
+
+    Attributes:
+        prompt_ids: [P] token ids with the placeholders expanded, as the model's forward eats them.
+        engine_ids: token ids with one placeholder for each picture, for engines that expand placeholders themselves.
+        text: the rendered prompt, for logs.
+        images: the pictures in prompt order, normalised and hashed.
+        image_spans: one span for each picture, in the same order.
+        forward_kwargs: the model's other inputs for this prompt alone (TOKENS without batch axis, ROWS and SAMPLES
+            with their axis 0).
+        join: the join rule of each forward kwarg.
+
+    Example:
+        >>> Prompt(prompt_ids=(5, 6), engine_ids=(5, 6), text="hi there").num_tokens
+        2
+    """
+
+    prompt_ids: tuple[int, ...]
+    engine_ids: tuple[int, ...]
+    text: str = ""
+    images: tuple[Picture, ...] = ()
+    image_spans: tuple[ImageSpan, ...] = ()
+    forward_kwargs: Mapping[str, torch.Tensor] = field(default_factory=_no_tensors)
+    join: Mapping[str, Join] = field(default_factory=_no_joins)
+
+    def __post_init__(self) -> None:
+        if not self.prompt_ids:
+            raise ValueError("a prompt needs at least one token; the rendered prompt was empty")
+        if len(self.images) != len(self.image_spans):
+            raise ValueError(f"{len(self.images)} pictures but {len(self.image_spans)} image spans")
+        end = 0
+        for span in self.image_spans:
+            if span.offset < end or span.offset + span.length > len(self.prompt_ids):
+                raise ValueError(f"image span {span} overlaps its neighbour or leaves the {len(self.prompt_ids)} ids")
+            end = span.offset + span.length
+        if missing := sorted(set(self.forward_kwargs) - set(self.join)):
+            raise ValueError(f"forward kwargs without a join rule: {', '.join(missing)}")
+        for name, tensor in self.forward_kwargs.items():
+            rule = self.join[name]
+            if rule.kind is JoinKind.TOKENS and tensor.shape[rule.token_axis] != len(self.prompt_ids):
+                raise ValueError(f"{name} has {tuple(tensor.shape)} for {len(self.prompt_ids)} prompt tokens")
+            if rule.kind is JoinKind.SAMPLES and tensor.shape[0] != 1:
+                raise ValueError(f"{name} has {tuple(tensor.shape)}; axis 0 of a per-sample input is 1")
+        object.__setattr__(self, "forward_kwargs", MappingProxyType(dict(self.forward_kwargs)))
+        object.__setattr__(self, "join", MappingProxyType(dict(self.join)))
+
+    @property
+    def num_tokens(self) -> int:
+        """P, the number of tokens with the placeholders expanded."""
+        return len(self.prompt_ids)
+
+    @property
+    def num_image_tokens(self) -> int:
+        """How many of the tokens stand for pictures."""
+        return sum(span.length for span in self.image_spans)
+
+
+Row = Mapping[str, Any]
+"""A dataset row: column name to value."""
