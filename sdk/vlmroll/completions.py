@@ -1,0 +1,73 @@
+"""The completions table: printed in the console and written as parquet, with the pictures."""
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vlmroll.types import Rollout
+
+
+def table_rows(
+    rollouts: Sequence[Rollout], texts: Sequence[str], extras: Mapping[str, Sequence[Any]], *, with_images: bool
+) -> list[dict[str, Any]]:
+    """One row for each rollout: prompt, completion, a column for each reward, extras, advantage, pictures (PNG)."""
+    rows: list[dict[str, Any]] = []
+    for i, (rollout, text) in enumerate(zip(rollouts, texts, strict=True)):
+        row: dict[str, Any] = {"prompt": rollout.prompt.text, "completion": text, **rollout.rewards}
+        row |= {column: values[i] for column, values in extras.items()}
+        row["advantage"] = rollout.advantage
+        if with_images:
+            row["images"] = [{"bytes": _png(picture.image), "path": None} for picture in rollout.prompt.images]
+        rows.append(row)
+    return rows
+
+
+def _png(image: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def write_parquet(rows: Sequence[Mapping[str, Any]], folder: Path, step: int) -> Path:
+    """Write `completions_{step}.parquet`; its `images` column loads as pictures with `datasets`."""
+    import datasets
+    import pyarrow.parquet
+
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    data = {column: [row.get(column) for row in rows] for column in columns}
+    data = {"step": [step] * len(rows), **data}
+    table = datasets.Dataset.from_dict(data)
+    if "images" in data:
+        features = datasets.Features({**table.features, "images": datasets.List(datasets.Image())})
+        table = datasets.Dataset.from_dict(data, features=features)
+    path = folder / f"completions_{step:05d}.parquet"
+    folder.mkdir(parents=True, exist_ok=True)
+    # Written by pyarrow itself: the writer of datasets shows a progress bar in the middle of the run's.
+    pyarrow.parquet.write_table(table.data.table, path)
+    return path
+
+
+def print_table(rows: Sequence[Mapping[str, Any]], step: int, *, limit: int | None, unique_prompts: bool) -> None:
+    """Print some of the rows with rich; pictures are shown by their sizes."""
+    from PIL import Image
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    if unique_prompts:
+        rows = list({row["prompt"]: row for row in reversed(rows)}.values())[::-1]
+    table = Table(title=f"Step {step}", show_lines=True)
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows if limit is None else rows[:limit]:
+        cells: list[Text] = []
+        for column in columns:
+            value = row.get(column)
+            if column == "images":
+                sizes = [Image.open(io.BytesIO(image["bytes"])).size for image in value or []]
+                value = ", ".join(f"{width}x{height}" for width, height in sizes)
+            cells.append(Text("" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)))
+        table.add_row(*cells)
+    Console().print(table)

@@ -1,0 +1,73 @@
+"""The contract of a generator, and a scripted one for tests and dry runs."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from vlmroll.types import Completion, GenerationOutput, SamplingParams
+from vlmroll_processors import Prompt
+
+
+class Generator(Protocol):
+    """Samples completions. Three methods; everything else about an engine stays inside."""
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, num_generations: int) -> GenerationOutput:
+        """`num_generations` completions for each prompt, in order."""
+        ...
+
+    def sync_weights(self, policy: Any) -> None:
+        """Take over the policy's current weights."""
+        ...
+
+    def close(self) -> None:
+        """Free what the engine holds."""
+        ...
+
+
+class ScriptedGenerator:
+    """Answers with completions written beforehand, in turn; remembers what it was asked.
+
+    Args:
+        script: completion ids, used one after the other and from the start again at the end.
+        logprob: the log-probability that it reports for every token.
+
+    Example:
+        >>> prompt = Prompt(prompt_ids=(5,), engine_ids=(5,))
+        >>> ScriptedGenerator([[7, 8]]).generate([prompt], SamplingParams(), 2).completion_ids
+        [[7, 8], [7, 8]]
+    """
+
+    def __init__(self, script: Sequence[Sequence[int]], *, logprob: float = -1.0) -> None:
+        self._script = [tuple(ids) for ids in script]
+        self._logprob = logprob
+        self._next = 0
+        self.requests: list[tuple[tuple[Prompt, ...], SamplingParams, int]] = []
+        self.policy_version = 0
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, num_generations: int) -> GenerationOutput:
+        """The next `len(prompts) * num_generations` completions of the script, cut at `sampling.max_tokens`."""
+        self.requests.append((tuple(prompts), sampling, num_generations))
+        return GenerationOutput(
+            prompts=tuple(prompts),
+            prompt_ids=tuple(prompt.prompt_ids for prompt in prompts),
+            completions=tuple(
+                tuple(self._completion(sampling.max_tokens) for _ in range(num_generations)) for _ in prompts
+            ),
+        )
+
+    def _completion(self, max_tokens: int) -> Completion:
+        ids = self._script[self._next % len(self._script)]
+        self._next += 1
+        cut = ids[:max_tokens]
+        return Completion(
+            completion_ids=cut,
+            logprobs=(self._logprob,) * len(cut),
+            finish_reason="length" if len(cut) < len(ids) else "stop",
+            policy_version=self.policy_version,
+        )
+
+    def sync_weights(self, policy: Any) -> None:
+        """Count the call."""
+        self.policy_version += 1
+
+    def close(self) -> None:
+        """Nothing to free."""

@@ -1,0 +1,205 @@
+"""How rounds of rollouts fit into `transformers.Trainer`: loaders, evaluation, logs, checkpoints.
+
+The training loader yields micro-steps (`vlmroll.data`). When the loop asks for the micro-batches of an optimizer step,
+the first micro-step of a round is turned into rollouts by `collect`, and the later ones cut from them.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from transformers import Trainer
+
+from vlmroll import data, rollouts
+from vlmroll.completions import print_table, write_parquet
+from vlmroll.config import PolicyConfig
+from vlmroll.generators import Generator
+from vlmroll.metrics import Metrics
+from vlmroll.resume import Round, load_round, save_round
+from vlmroll.types import Rollout
+from vlmroll_processors import ProcessorAdapter
+from vlmroll_processors.types import Row
+
+
+class RoundTrainer(Trainer):
+    """A trainer whose batches are lists of rollouts. A subclass gives `collect` and `compute_loss`."""
+
+    # Losses are sums over the optimizer step already; the base class must not divide them again.
+    loss_is_scaled_for_ga = True
+
+    args: PolicyConfig
+    adapter: ProcessorAdapter
+    generator: Generator
+
+    def start_rounds(self) -> None:
+        """Set the state of rounds and logs to their beginning."""
+        self.metrics = {mode: Metrics(type(self).__name__) for mode in ("train", "eval")}
+        self.table: dict[str, list[dict[str, Any]]] = {"train": [], "eval": []}
+        self._round: Round | None = None
+        self._resumed_from: str | None = None
+        self._micro_steps_left = 0
+        self._step_started = 0.0
+
+    def collect(self, rows: Sequence[Row], row_ids: Sequence[int], seed: tuple[Any, ...], mode: str) -> list[Rollout]:
+        """This process's rollouts of one round of rows, ready to train on."""
+        raise NotImplementedError
+
+    def objective_name(self) -> str:
+        """Which normaliser the step's loss has, see `vlmroll.losses.token_weights`."""
+        raise NotImplementedError
+
+    # Training.
+
+    def get_train_dataloader(self) -> Any:
+        """The loader of micro-steps."""
+        args = self.args
+        assert args.generation_batch_size is not None
+        assert args.steps_per_generation is not None
+        schedule = data.Schedule(
+            prompts_per_round=args.generation_batch_size // args.num_generations,
+            micro_steps_per_round=args.steps_per_generation * args.num_iterations,
+            shuffle=args.shuffle_dataset,
+            seed=args.seed,
+        )
+        if self.train_dataset is None:
+            raise ValueError("training needs a train_dataset")
+        return data.round_loader(self.train_dataset, schedule)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train; see `transformers.Trainer.train`."""
+        self._round, self._resumed_from = None, None
+        return super().train(*args, **kwargs)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[data.MicroStep], num_batches: int, device: torch.device
+    ) -> tuple[list[list[Rollout]], None]:
+        """The micro-batches of one optimizer step, each a list of rollouts that know their share in the loss."""
+        self._step_started = time.perf_counter()
+        if self._resumed_from is not None:
+            self._load_rng_state(self._resumed_from)  # before generating, as in the run that was not stopped
+        batches = [self._micro_batch(step) for step in islice(epoch_iterator, num_batches)]
+        self._micro_steps_left = len(batches)
+        return self.weigh(batches), None
+
+    def _micro_batch(self, step: data.MicroStep) -> list[Rollout]:
+        size = self.args.per_device_train_batch_size
+        if self._round is None or (self._round.epoch, self._round.number) != (step.epoch, step.round):
+            rows = step.rows or [self.train_dataset[i] for i in step.row_ids]  # pyright: ignore
+            self._round = self._saved_round(step, rows) or self._new_round(step, rows)
+        start = step.index * size % len(self._round.rollouts)
+        return list(self._round.rollouts[start : start + size])
+
+    def _new_round(self, step: data.MicroStep, rows: Sequence[Row]) -> Round:
+        self.generator.sync_weights(self.model)
+        found = self.collect(rows, step.row_ids, ("train", step.epoch, step.round), "train")
+        return Round(epoch=step.epoch, number=step.round, rollouts=tuple(found))
+
+    def _saved_round(self, step: data.MicroStep, rows: Sequence[Row]) -> Round | None:
+        """The round as a checkpoint holds it, when the run was stopped inside it."""
+        if self._resumed_from is None:
+            return None
+        folder, self._resumed_from = self._resumed_from, None
+        by_id = dict(zip(step.row_ids, rows, strict=True))
+        rank = self.accelerator.process_index
+        found = load_round(folder, rank, epoch=step.epoch, number=step.round, rows=by_id, adapter=self.adapter)
+        if found is None and step.index > 0:
+            raise ValueError(f"{folder} was made inside a generation round but lacks its rollouts; resume from another")
+        return found
+
+    def weigh(self, batches: Sequence[Sequence[Rollout]]) -> list[list[Rollout]]:
+        """Give the rollouts of an optimizer step their masks and shares in the step's loss, over all processes."""
+        args = self.args
+        if args.top_entropy_quantile < 1:
+            batches = rollouts.keep_high_entropy(batches, args.top_entropy_quantile, gather_object)
+        return rollouts.weigh(
+            batches,
+            loss_type=self.objective_name(),
+            max_completion_length=args.max_completion_length,
+            gather=gather_object,
+        )
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return inputs  # tensors are made in compute_loss
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Forward and backward of one micro-batch."""
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._micro_steps_left -= 1
+        if self._micro_steps_left == 0:
+            self.metrics["train"].add_mean("step_time", time.perf_counter() - self._step_started)
+        return loss
+
+    def floating_point_ops(self, inputs: Any) -> float:
+        """6 operations for each parameter and token, forward and backward."""
+        tokens = sum(r.prompt.num_tokens + len(r.completion.completion_ids) for r in inputs)
+        return 6.0 * tokens * self.accelerator.unwrap_model(self.model).num_parameters(exclude_embeddings=True)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Tokens are counted when a round is collected."""
+
+    # Evaluation.
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """The loader of evaluation batches."""
+        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(chosen, str):
+            chosen = self.eval_dataset[chosen]  # pyright: ignore
+        if chosen is None:
+            raise ValueError("evaluation needs an eval_dataset")
+        completions = self.args.per_device_eval_batch_size * self.accelerator.num_processes
+        return data.eval_loader(chosen, max(1, completions // self.args.generations_per_prompt(evaluating=True)))
+
+    def prediction_step(
+        self, model: Any, inputs: data.EvalStep, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[torch.Tensor, None, None]:
+        """Generate for one evaluation batch and compute its loss."""
+        found = self.collect(inputs.rows, inputs.row_ids, ("eval", inputs.number), "eval")
+        (found,) = self.weigh([found])
+        loss = torch.zeros((), device=self.accelerator.device)
+        if found:
+            with torch.no_grad(), self.compute_loss_context_manager():
+                loss = self.compute_loss(model, found).detach()  # pyright: ignore
+        return loss, None, None
+
+    # Logs and checkpoints.
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the collected metrics to a log line, and show and write the completions table."""
+        mode = "eval" if any(name.startswith("eval_") for name in logs) else "train"
+        prefix = "eval_" if mode == "eval" else ""
+        logs |= {f"{prefix}{name}": value for name, value in self.metrics[mode].flush(gather_object).items()}
+        if mode == "train":
+            logs["num_tokens"] = float(self.state.num_input_tokens_seen)
+        super().log(logs, start_time)
+        rows, self.table[mode] = self.table[mode], []
+        if rows and self.is_world_process_zero():
+            folder = Path(str(self.args.output_dir)) / f"{prefix}completions"
+            write_parquet(rows, folder, self.state.global_step)
+            print_table(
+                rows,
+                self.state.global_step,
+                limit=self.args.num_completions_to_print,
+                unique_prompts=self.args.log_unique_prompts,
+            )
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._round is not None:
+            save_round(self._round, folder, self.accelerator.process_index)
+        super()._save_checkpoint(model, trial)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self._resumed_from = checkpoint
+        self._random_states_loaded = False
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Once for each resumed run: the base class asks again after the first batches were made."""
+        if checkpoint is None or not self._random_states_loaded:
+            super()._load_rng_state(checkpoint)
+        self._random_states_loaded = True

@@ -1,0 +1,83 @@
+"""Numbers between two log lines, aggregated by what they are: means weighted by count, minima, maxima, sums."""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+Kind = Literal["mean", "min", "max", "sum"]
+Entry = tuple[Kind, float, float]  # kind, running value (the total for a mean), weight
+Gather = Callable[[list[Any]], list[Any]]
+
+
+class Metrics:
+    """Collects metrics of one mode, train or eval, until they are logged.
+
+    Example:
+        >>> metrics = Metrics("GRPOTrainer")
+        >>> metrics.add_mean("reward", 1.0)
+        ... metrics.add_mean("reward", 0.0, weight=3)
+        >>> metrics.flush(lambda x: x)
+        {'reward': 0.25}
+    """
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._entries: dict[str, Entry] = {}
+        self.columns: dict[str, list[Any]] = {}
+
+    def add(self, kind: Kind, name: str, value: float, weight: float = 1.0) -> None:
+        """Take a number in; NaN is left out, for it means that there was nothing to measure."""
+        if math.isnan(value) or (kind == "mean" and weight == 0):
+            return
+        entry: Entry = (kind, value * weight if kind == "mean" else value, weight)
+        known = self._entries.get(name)
+        self._entries[name] = entry if known is None else _merge(name, known, entry)
+
+    def add_mean(self, name: str, value: float, weight: float = 1.0) -> None:
+        """Add to a mean, weighted by how many things `value` is the mean of."""
+        self.add("mean", name, value, weight)
+
+    def add_spread(self, prefix: str, values: Sequence[float], suffix: str = "") -> None:
+        """Mean, minimum and maximum of some values, as `{prefix}mean{suffix}` and so on."""
+        if values:
+            self.add_mean(f"{prefix}mean{suffix}", sum(values) / len(values), len(values))
+            self.add("min", f"{prefix}min{suffix}", min(values))
+            self.add("max", f"{prefix}max{suffix}", max(values))
+
+    def add_column(self, column: str, values: Sequence[Any]) -> None:
+        """Add a column to the completions table: one value for each completion."""
+        self.columns.setdefault(column, []).extend(values)
+
+    def take_columns(self) -> dict[str, list[Any]]:
+        """The columns added since the last call."""
+        columns, self.columns = self.columns, {}
+        return columns
+
+    @contextlib.contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Measure the seconds that the block takes."""
+        start = time.perf_counter()
+        yield
+        self.add_mean(f"profiling/Time taken: {self._owner}.{what}", time.perf_counter() - start)
+
+    def flush(self, gather: Gather) -> dict[str, float]:
+        """The values over all processes; starts anew.
+
+        Args:
+            gather: list -> the concatenated lists of all processes.
+        """
+        merged: dict[str, Entry] = {}
+        for name, entry in sorted(gather(list(self._entries.items()))):
+            merged[name] = entry if name not in merged else _merge(name, merged[name], entry)
+        self._entries = {}
+        return {name: total / weight if kind == "mean" else total for name, (kind, total, weight) in merged.items()}
+
+
+def _merge(name: str, one: Entry, other: Entry) -> Entry:
+    if one[0] != other[0]:
+        raise ValueError(f"metric {name!r} is both a {one[0]} and a {other[0]}")
+    if one[0] in ("mean", "sum"):
+        return one[0], one[1] + other[1], one[2] + other[2]
+    return one[0], (min if one[0] == "min" else max)(one[1], other[1]), one[2] + other[2]

@@ -1,0 +1,154 @@
+"""Preparing the policy and its reference: loading, adapters, frozen parts, dropout."""
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+def load_model(model: str, options: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False) -> Any:
+    """Load a policy by hub id or path, in float32 unless `options` names a dtype.
+
+    The class is the one that the checkpoint names as its architecture, so a vision-language checkpoint keeps its
+    vision tower even when the data is text only.
+    """
+    import transformers
+
+    options = {"dtype": torch.float32, **(options or {})}
+    if isinstance(options["dtype"], str) and options["dtype"] != "auto":
+        options["dtype"] = getattr(torch, options["dtype"])
+    config = transformers.AutoConfig.from_pretrained(
+        model, trust_remote_code=trust_remote_code, revision=options.get("revision")
+    )
+    names: Sequence[str] = config.architectures or ()
+    kind = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+    kind = kind or transformers.AutoModelForCausalLM
+    return kind.from_pretrained(model, trust_remote_code=trust_remote_code, **options)
+
+
+def add_adapter(model: Any, peft_config: Any, *, gradient_checkpointing: bool) -> Any:
+    """Wrap the model with a PEFT adapter.
+
+    Raises:
+        ValueError: the model is a PEFT model already, or the adapter changes the prompt instead of the weights.
+    """
+    from peft import get_peft_model
+
+    if peft_config is not None:
+        if hasattr(model, "peft_config"):
+            raise ValueError(
+                "the model is a PEFT model and peft_config is given too; give a base model, or the PEFT model alone"
+            )
+        model = get_peft_model(model, peft_config)
+    if any(config.is_prompt_learning for config in model.peft_config.values()):
+        raise ValueError("prompt tuning is not offered: scoring reads hidden states without virtual tokens; use LoRA")
+    if gradient_checkpointing:
+        # The embeddings are frozen, so nothing that enters the first checkpointed layer would ask for a gradient.
+        model.enable_input_require_grads()
+    return model
+
+
+def disable_dropout(model: Any) -> None:
+    """Set the probability of every dropout module to 0."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+
+
+def freeze_vision_tower(model: Any, names: Sequence[str]) -> int:
+    """Freeze the modules that turn pixels into features; the number of parameters that were frozen.
+
+    Raises:
+        ValueError: the model has none of these modules.
+    """
+    towers = [module for name, module in model.named_modules() if name.rpartition(".")[2] in names]
+    if not towers:
+        raise ValueError("freeze_vision_tower=True, but the model has no vision tower; leave the option off")
+    frozen = 0
+    for parameter in (parameter for tower in towers for parameter in tower.parameters()):
+        frozen += parameter.numel() if parameter.requires_grad else 0
+        parameter.requires_grad_(False)
+    return frozen
+
+
+class Reference:
+    """The model that KL is measured against.
+
+    For a new adapter it is the base model, with the adapter switched off; for an adapter that was trained before, a
+    frozen copy of the adapter; else a frozen copy of the model as it was given.
+
+    Args:
+        model: the policy before training.
+        new_adapter: whether its adapter was made for this run.
+    """
+
+    def __init__(self, model: Any, *, new_adapter: bool) -> None:
+        self._policy = model if hasattr(model, "peft_config") else None
+        self._copy = None if self._policy is not None else copy.deepcopy(model).eval().requires_grad_(False)
+        self._adapter: str | None = None
+        if self._policy is not None and not new_adapter:
+            self._adapter = "ref"
+            active = model.active_adapter
+            model.add_adapter("ref", model.peft_config[active])
+            with torch.no_grad():
+                for name, parameter in list(model.named_parameters()):
+                    if f".{active}." in name:
+                        model.get_parameter(name.replace(f".{active}.", ".ref.")).copy_(parameter)
+            model.set_adapter(active)
+
+    @contextlib.contextmanager
+    def using(self) -> Iterator[Any]:
+        """The reference model, in eval mode, for the time of the block."""
+        if self._copy is not None:
+            yield self._copy
+            return
+        policy: Any = self._policy
+        if self._adapter is None:
+            with policy.disable_adapter():
+                yield policy
+            return
+        active = policy.active_adapter
+        policy.set_adapter(self._adapter)
+        try:
+            yield policy
+        finally:
+            policy.set_adapter(active)
+
+
+@contextlib.contextmanager
+def eval_mode(model: Any) -> Iterator[None]:
+    """Eval mode for the time of the block, and every module's own mode back afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def call_through(wrapper: Any, model: Any, work: Callable[[], Result]) -> Result:
+    """Run `work` on a wrapped model so that the wrapper takes part.
+
+    A data-parallel wrapper prepares its gradient reduction in its own forward. Scoring calls parts of the model
+    instead of its forward, so the work is run in the forward's place.
+    """
+    if wrapper is model:
+        return work()
+    original = model.forward
+
+    def instead(*args: Any, **kwargs: Any) -> Result:
+        model.forward = original
+        return work()
+
+    model.forward = instead
+    try:
+        return wrapper()
+    finally:
+        model.forward = original

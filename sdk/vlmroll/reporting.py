@@ -1,0 +1,75 @@
+"""What is measured of rollouts and of losses, under the names that people know from TRL.
+
+Metrics are aggregated by what they are (`vlmroll.metrics`): a mean is weighted by what it is the mean of, a minimum is
+the minimum over all steps and processes between two log lines.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from vlmroll.advantages import nan_std, zero_variance
+from vlmroll.losses import PolicyTerm
+from vlmroll.metrics import Metrics
+from vlmroll.rollouts import sequence_kl
+from vlmroll.types import Batch, Rollout
+
+
+def report_rollouts(metrics: Metrics, rollouts: Sequence[Rollout], *, kl: bool) -> None:
+    """Lengths of prompts and completions, and pictures, of this process's rollouts; with `kl` also their k1 KL."""
+    if not rollouts:
+        return
+    lengths = [len(rollout.completion.completion_ids) for rollout in rollouts]
+    ended = [n for n, r in zip(lengths, rollouts, strict=True) if r.completion.finish_reason == "stop"]
+    metrics.add_spread("completions/", [float(length) for length in lengths], "_length")
+    metrics.add_spread("completions/", [float(length) for length in ended], "_terminated_length")
+    metrics.add_mean("completions/clipped_ratio", 1 - len(ended) / len(lengths), len(lengths))
+    if kl and rollouts[0].ref_logprobs is not None:
+        metrics.add_mean("kl", sum(map(sequence_kl, rollouts)) / sum(lengths), sum(lengths))
+    prompts = {id(rollout.prompt): rollout.prompt for rollout in rollouts}.values()
+    metrics.add_spread("prompts/", [float(prompt.num_tokens) for prompt in prompts], "_length")
+    metrics.add_mean("images/mean_count", sum(len(p.images) for p in prompts) / len(prompts), len(prompts))
+    tokens = sum(prompt.num_tokens for prompt in prompts)
+    metrics.add_mean("images/token_share", sum(p.num_image_tokens for p in prompts) / tokens, tokens)
+
+
+def report_rewards(
+    metrics: Metrics, names: Sequence[str], each: torch.Tensor, total: torch.Tensor, num_generations: int
+) -> None:
+    """Mean and standard deviation of each reward function [N, F] and of their weighted sum [N], over all processes."""
+    for i, name in enumerate(names):
+        metrics.add_mean(f"rewards/{name}/mean", float(each[:, i].nanmean()))
+        metrics.add_mean(f"rewards/{name}/std", float(nan_std(each[:, i])))
+    metrics.add_mean("reward", float(total.nanmean()))
+    metrics.add_mean("reward_std", float(nan_std(total)))
+    metrics.add_mean("frac_reward_zero_std", float(zero_variance(total, num_generations).float().mean()))
+    metrics.add("sum", "rewards/num_unscored", float(total.isnan().sum()))
+
+
+def report_loss(
+    metrics: Metrics, term: PolicyTerm, batch: Batch, bounds: tuple[float, float], extras: Mapping[str, torch.Tensor]
+) -> None:
+    """Clipping of the ratio, and per-token extras such as entropy and KL, of one micro-batch.
+
+    Args:
+        bounds: the ratio is clipped below the first and above the second.
+        extras: [B, C] values by metric name.
+    """
+    mask = batch.loss_mask if term.ratio.shape[1] > 1 else batch.loss_mask.any(1, keepdim=True).long()
+    count = float(mask.sum())
+    advantages = batch.advantages[:, None]
+    low = ((term.ratio < bounds[0]) & (advantages < 0)).float() * mask
+    high = ((term.ratio > bounds[1]) & (advantages > 0)).float() * mask
+    if count:
+        metrics.add_mean("clip_ratio/low_mean", float(low.sum()) / count, count)
+        metrics.add_mean("clip_ratio/high_mean", float(high.sum()) / count, count)
+        metrics.add_mean("clip_ratio/region_mean", float((low + high).sum()) / count, count)
+        rows = mask.sum(-1).clamp(min=1)
+        metrics.add("min", "clip_ratio/low_min", float((low.sum(-1) / rows).min()))
+        metrics.add("max", "clip_ratio/high_max", float((high.sum(-1) / rows).max()))
+    tokens = float(batch.loss_mask.sum())
+    for name, values in extras.items():
+        if tokens:
+            metrics.add_mean(name, float((values.detach() * batch.loss_mask).sum()) / tokens, tokens)
+    attention = batch.padded.attention_mask
+    metrics.add_mean("batch/pad_frac", 1 - float(attention.float().mean()), attention.numel())

@@ -1,0 +1,92 @@
+"""The round that a checkpoint was made in: its rollouts, written beside the weights.
+
+A round is trained on in several steps, so a run that stops inside one must go on with the same completions. They are
+stored as numbers in JSON (floats are written exactly); prompts and pictures are not stored but encoded again from their
+dataset rows, which gives the same values.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlmroll.types import Completion, Rollout
+from vlmroll_processors import ProcessorAdapter
+from vlmroll_processors.types import Row
+
+_SCORES = ("old_logprobs", "ref_logprobs", "entropies", "loss_mask")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Round:
+    """The rollouts of one round on this process; `epoch` and `number` say which."""
+
+    epoch: int
+    number: int
+    rollouts: tuple[Rollout, ...]
+
+
+def _path(folder: str | Path, rank: int) -> Path:
+    return Path(folder) / f"rollouts_rank{rank}.json"
+
+
+def save_round(current: Round, folder: str | Path, rank: int) -> None:
+    """Write the round of this process into a checkpoint."""
+    records = [
+        {
+            "row_id": rollout.row_id,
+            "group": rollout.group,
+            "completion_ids": rollout.completion.completion_ids,
+            "logprobs": rollout.completion.logprobs,
+            "finish_reason": rollout.completion.finish_reason,
+            "policy_version": rollout.completion.policy_version,
+            "rewards": dict(rollout.rewards),
+            "reward": None if rollout.reward != rollout.reward else rollout.reward,
+            "advantage": rollout.advantage,
+            **{name: getattr(rollout, name) for name in _SCORES},
+        }
+        for rollout in current.rollouts
+    ]
+    content = {"epoch": current.epoch, "round": current.number, "rollouts": records}
+    _path(folder, rank).write_text(json.dumps(content, allow_nan=False))
+
+
+def load_round(
+    folder: str | Path, rank: int, *, epoch: int, number: int, rows: Mapping[int, Row], adapter: ProcessorAdapter
+) -> Round | None:
+    """The round saved in a checkpoint, or None when the checkpoint holds another round or none.
+
+    Args:
+        rows: the round's dataset rows by number.
+        adapter: encodes the prompts again.
+    """
+    path = _path(folder, rank)
+    if not path.is_file():
+        return None
+    content: dict[str, Any] = json.loads(path.read_text())
+    if (content["epoch"], content["round"]) != (epoch, number):
+        return None
+    records: Sequence[dict[str, Any]] = content["rollouts"]
+    row_ids = list(dict.fromkeys(record["row_id"] for record in records))
+    prompts = dict(zip(row_ids, adapter.encode([rows[i] for i in row_ids], row_ids), strict=True))
+    rollouts = tuple(
+        Rollout(
+            prompt=prompts[record["row_id"]],
+            completion=Completion(
+                completion_ids=tuple(record["completion_ids"]),
+                logprobs=tuple(record["logprobs"]),
+                finish_reason=record["finish_reason"],
+                policy_version=record["policy_version"],
+            ),
+            row=rows[record["row_id"]],
+            row_id=record["row_id"],
+            group=record["group"],
+            rewards=record["rewards"],
+            reward=float("nan") if record["reward"] is None else record["reward"],
+            advantage=record["advantage"],
+            **{name: None if record[name] is None else tuple(record[name]) for name in _SCORES},
+        )
+        for record in records
+    )
+    return Round(epoch=epoch, number=number, rollouts=rollouts)

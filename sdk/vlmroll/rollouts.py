@@ -1,0 +1,150 @@
+"""Rollouts of one round: which part is this process's, masks, rewards to advantages, and the weight of each token.
+
+All of it works on lists of `Rollout` and on plain numbers gathered from all processes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from vlmroll.advantages import zero_variance
+from vlmroll.generators.base import Generator
+from vlmroll.losses import token_weights
+from vlmroll.types import Completion, Rollout, SamplingParams
+from vlmroll_processors import Prompt
+from vlmroll_processors.types import Row
+
+Gather = Callable[[list[Any]], list[Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What one process generates of one prompt: `count` completions for the round's prompt number `group`."""
+
+    group: int
+    count: int
+
+
+def share_of(num_prompts: int, num_generations: int, rank: int, world_size: int) -> list[Share]:
+    """Cut a round into equal runs of completions, one for each process; a group may lie on two processes.
+
+    Example:
+        >>> [(share.group, share.count) for share in share_of(2, 4, rank=0, world_size=2)]
+        [(0, 4)]
+    """
+    total = num_prompts * num_generations
+    size = -(-total // world_size)
+    first, last = min(rank * size, total), min((rank + 1) * size, total)
+    shares: list[Share] = []
+    for group in range(num_prompts):
+        start, end = group * num_generations, (group + 1) * num_generations
+        if (count := min(end, last) - max(start, first)) > 0:
+            shares.append(Share(group=group, count=count))
+    return shares
+
+
+def generate_shares(
+    generator: Generator, prompts: Sequence[Prompt], sampling: SamplingParams, shares: Sequence[Share]
+) -> list[tuple[Completion, ...]]:
+    """The completions of each share; prompts that need as many completions go to the generator together."""
+    completions: list[tuple[Completion, ...]] = [()] * len(shares)
+    for count in sorted({share.count for share in shares}):
+        chosen = [i for i, share in enumerate(shares) if share.count == count]
+        output = generator.generate([prompts[i] for i in chosen], sampling, count)
+        for i, group in zip(chosen, output.completions, strict=True):
+            completions[i] = group
+    return completions
+
+
+def assemble(
+    shares: Sequence[Share],
+    prompts: Sequence[Prompt],
+    completions: Sequence[tuple[Completion, ...]],
+    rows: Sequence[Row],
+    row_ids: Sequence[int],
+) -> list[Rollout]:
+    """One rollout for each completion, siblings side by side. `rows` and `row_ids` belong to the shares."""
+    return [
+        Rollout(prompt=prompt, completion=completion, row=row, row_id=row_id, group=share.group)
+        for share, prompt, group, row, row_id in zip(shares, prompts, completions, rows, row_ids, strict=True)
+        for completion in group
+    ]
+
+
+def with_scores(rollouts: Sequence[Rollout], **scores: torch.Tensor | None) -> list[Rollout]:
+    """The rollouts with scores [B, C] by field name, each cut to its completion's length."""
+    given = {name: values.tolist() for name, values in scores.items() if values is not None}
+    lengths = [len(rollout.completion.completion_ids) for rollout in rollouts]
+    return [
+        replace(rollout, **{name: tuple(rows[i][:length]) for name, rows in given.items()})
+        for i, (rollout, length) in enumerate(zip(rollouts, lengths, strict=True))
+    ]
+
+
+def sequence_kl(rollout: Rollout) -> float:
+    """The summed log ratio of policy and reference (k1); 0 without a reference."""
+    if rollout.old_logprobs is None or rollout.ref_logprobs is None:
+        return 0.0
+    return sum(rollout.old_logprobs) - sum(rollout.ref_logprobs)
+
+
+def with_advantages(rollouts: Sequence[Rollout], rewards: torch.Tensor, advantages: torch.Tensor) -> list[Rollout]:
+    """The rollouts with their reward and advantage, both [number of rollouts]."""
+    return [
+        replace(rollout, reward=reward, advantage=advantage)
+        for rollout, reward, advantage in zip(rollouts, rewards.tolist(), advantages.tolist(), strict=True)
+    ]
+
+
+def with_loss_masks(rollouts: Sequence[Rollout], *, drop: Sequence[bool], mask_truncated: bool) -> list[Rollout]:
+    """Take dropped rollouts, and truncated ones when asked, out of the loss and of its normaliser."""
+    return [
+        replace(rollout, loss_mask=(0,) * len(rollout.completion.completion_ids))
+        if dropped or (mask_truncated and rollout.completion.finish_reason == "length")
+        else rollout
+        for rollout, dropped in zip(rollouts, drop, strict=True)
+    ]
+
+
+def groups_to_drop(rewards: torch.Tensor, num_generations: int, *, enabled: bool) -> list[bool]:
+    """For each rollout of the round whether its group has no reward variance and is to be left out."""
+    return zero_variance(rewards, num_generations).tolist() if enabled else [False] * len(rewards)
+
+
+def weigh(
+    micro_batches: Sequence[Sequence[Rollout]], *, loss_type: str, max_completion_length: int, gather: Gather
+) -> list[list[Rollout]]:
+    """Give every rollout of an optimizer step its share in the step's loss, over all processes."""
+    mine = [rollout.num_loss_tokens for batch in micro_batches for rollout in batch]
+    everyone: list[list[int]] = gather([mine])
+    lengths = [length for part in everyone for length in part]
+    by_length = dict(zip(lengths, token_weights(loss_type, lengths, max_completion_length), strict=True))
+    return [[replace(r, loss_weight=by_length[r.num_loss_tokens]) for r in batch] for batch in micro_batches]
+
+
+def keep_high_entropy(
+    micro_batches: Sequence[Sequence[Rollout]], quantile: float, gather: Gather
+) -> list[list[Rollout]]:
+    """Keep the policy term on the share `quantile` of the step's tokens with the highest entropy (arXiv:2506.01939)."""
+    mine = [
+        entropy
+        for batch in micro_batches
+        for rollout in batch
+        for entropy, counts in zip(rollout.entropies or (), _loss_mask(rollout), strict=True)
+        if counts
+    ]
+    everyone: list[list[float]] = gather([mine])
+    values = torch.tensor([entropy for part in everyone for entropy in part])
+    if not len(values):
+        return [list(batch) for batch in micro_batches]
+    threshold = float(values.quantile(1 - quantile))
+    return [
+        [replace(r, entropy_mask=tuple(int(entropy >= threshold) for entropy in r.entropies or ())) for r in batch]
+        for batch in micro_batches
+    ]
+
+
+def _loss_mask(rollout: Rollout) -> Sequence[int]:
+    return rollout.loss_mask if rollout.loss_mask is not None else (1,) * len(rollout.completion.completion_ids)

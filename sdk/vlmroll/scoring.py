@@ -1,0 +1,199 @@
+"""Per-token log-probabilities and entropies of sampled ids, without the logits of a whole batch.
+
+The backbone runs once over prompt and completion; the head is applied to the positions that predict completion tokens
+only, `chunk_size` of them at a time, and its logits are computed again in the backward pass instead of being kept.
+
+Shapes: B rows, C longest completion, N completion tokens of the batch, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch.utils.checkpoint import checkpoint
+
+from vlmroll.types import Batch, Rollout
+from vlmroll_processors import PaddedBatch, collate
+from vlmroll_processors.collate import pad
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """Scores of completion tokens; 0 on padding.
+
+    Attributes:
+        logprobs: [B, C] of the sampled ids at the sampling temperature, banned ids removed.
+        entropies: [B, C] of the same distributions, in nats, without gradient; None unless asked for.
+    """
+
+    logprobs: Float[torch.Tensor, "B C"]
+    entropies: Float[torch.Tensor, "B C"] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Head:
+    """A model taken apart into backbone and head, with what its forward does to the logits.
+
+    Attributes:
+        backbone: ids and kwargs -> last hidden states.
+        project: hidden states -> raw logits.
+        scale: raw logits are multiplied by it.
+        softcap: then squashed to (-softcap, softcap); None switches off.
+    """
+
+    backbone: Any
+    project: Callable[[torch.Tensor], torch.Tensor]
+    scale: float
+    softcap: float | None
+
+    def logits(self, hidden: Float[torch.Tensor, "*batch H"]) -> Float[torch.Tensor, "*batch V"]:
+        """The model's logits in float32."""
+        logits = self.project(hidden).float() * self.scale
+        return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
+
+
+def head_of(model: Any) -> Head:
+    """Take a causal or image-text-to-text model, or a PEFT model over one, apart."""
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    config = base.config.get_text_config()
+    divisor: float = getattr(config, "logits_scaling", None) or 1.0  # Granite divides, Cohere multiplies
+    factor: float = getattr(config, "logit_scale", None) or 1.0
+    return Head(
+        backbone=getattr(base, base.base_model_prefix),
+        project=base.get_output_embeddings(),
+        scale=factor / divisor,
+        softcap=getattr(config, "final_logit_softcapping", None),
+    )
+
+
+def check_head(model: Any, batch: PaddedBatch, tolerance: float = 1e-3) -> None:
+    """Compare the taken-apart model with its own forward on the last position of a batch.
+
+    Raises:
+        ValueError: the model does something to its logits that `head_of` does not know.
+    """
+    head = head_of(model)
+    with torch.no_grad():
+        hidden = head.backbone(**batch.model_inputs(), use_cache=False).last_hidden_state[:, -1:]
+        ours = head.logits(hidden)
+        theirs = model(**batch.model_inputs(), use_cache=False, logits_to_keep=1).logits.float()
+    difference = float((ours - theirs).abs().max())
+    if not difference <= tolerance * max(1.0, float(theirs.abs().max())):
+        raise ValueError(
+            f"{type(model).__name__} changes its logits in a way that is not known here (difference {difference:.2g}); "
+            "please report the model"
+        )
+
+
+def token_logprobs(
+    logits: Float[torch.Tensor, "N V"], ids: Int[torch.Tensor, " N"], temperature: float
+) -> Float[torch.Tensor, " N"]:
+    """Log-probability of each id under `softmax(logits / temperature)`."""
+    scaled = logits / temperature
+    return scaled.gather(-1, ids[:, None])[:, 0] - scaled.logsumexp(-1)
+
+
+def _entropy(logits: Float[torch.Tensor, "N V"], temperature: float) -> Float[torch.Tensor, " N"]:
+    logprobs = (logits.detach() / temperature).log_softmax(-1)
+    return -(logprobs.exp() * logprobs.masked_fill(logprobs.isinf(), 0.0)).sum(-1)
+
+
+def policy_logprobs(
+    model: Any,
+    batch: PaddedBatch,
+    *,
+    temperature: float = 1.0,
+    banned_ids: Sequence[int] = (),
+    chunk_size: int = 1024,
+    with_entropy: bool = False,
+) -> Scores:
+    """Score the completions of a batch.
+
+    Args:
+        model: see `head_of`.
+        batch: prompts and completions.
+        temperature: the sampling temperature.
+        banned_ids: ids that could not be sampled; their probability is 0.
+        chunk_size: completion tokens whose logits exist at one time.
+        with_entropy: also return entropies.
+
+    Example:
+        >>> policy_logprobs(model, batch).logprobs.shape  # doctest: +SKIP
+        torch.Size([8, 64])
+    """
+    head = head_of(model)
+    length = batch.completion_mask.shape[1]
+    # The logits of position t predict token t + 1.
+    states = head.backbone(**batch.model_inputs(), use_cache=False).last_hidden_state[:, -length - 1 : -1]
+    chosen = batch.completion_mask.bool()
+    hidden, ids = states[chosen], batch.completion_ids[chosen]
+
+    def score(hidden: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = head.logits(hidden)
+        logits[:, list(banned_ids)] = float("-inf")
+        entropy = _entropy(logits, temperature) if with_entropy else ids.new_zeros(ids.shape, dtype=torch.float32)
+        return token_logprobs(logits, ids, temperature), entropy
+
+    pieces = [
+        checkpoint(score, piece, piece_ids, use_reentrant=False) if torch.is_grad_enabled() else score(piece, piece_ids)
+        for piece, piece_ids in zip(hidden.split(chunk_size), ids.split(chunk_size), strict=True)
+    ]
+    logprobs, entropies = (torch.cat(values) for values in zip(*pieces, strict=True))
+    empty = states.new_zeros(chosen.shape, dtype=torch.float32)
+    return Scores(
+        logprobs=empty.masked_scatter(chosen, logprobs),
+        entropies=empty.masked_scatter(chosen, entropies) if with_entropy else None,
+    )
+
+
+def to_device(batch: PaddedBatch, device: torch.device | str) -> PaddedBatch:
+    """The batch on a device."""
+    return replace(
+        batch,
+        input_ids=batch.input_ids.to(device),
+        attention_mask=batch.attention_mask.to(device),
+        completion_mask=batch.completion_mask.to(device),
+        forward_kwargs={name: tensor.to(device) for name, tensor in batch.forward_kwargs.items()},
+    )
+
+
+def pad_batch(
+    rollouts: Sequence[Rollout], *, pad_token_id: int, device: torch.device | str, pad_to_multiple_of: int | None = None
+) -> PaddedBatch:
+    """The ids, masks and forward kwargs of some rollouts on a device."""
+    padded = collate(
+        [rollout.prompt for rollout in rollouts],
+        [rollout.completion.completion_ids for rollout in rollouts],
+        pad_token_id=pad_token_id,
+        pad_to_multiple_of=pad_to_multiple_of,
+    )
+    return to_device(padded, device)
+
+
+def make_batch(
+    rollouts: Sequence[Rollout], *, pad_token_id: int, device: torch.device | str, pad_to_multiple_of: int | None = None
+) -> Batch:
+    """The tensors of one micro-batch on a device."""
+    padded = pad_batch(rollouts, pad_token_id=pad_token_id, device=device, pad_to_multiple_of=pad_to_multiple_of)
+    width = padded.completion_mask.shape[1]
+
+    def column(values: Sequence[Sequence[float] | None], dtype: torch.dtype) -> torch.Tensor | None:
+        if any(value is None for value in values):
+            return None
+        rows = [torch.tensor(value, dtype=dtype) for value in values]
+        return pad(rows, 0, to=width).to(device)
+
+    loss_mask = [r.loss_mask if r.loss_mask is not None else (1,) * len(r.completion.completion_ids) for r in rollouts]
+    mask = column(loss_mask, torch.long)
+    assert mask is not None
+    return Batch(
+        padded=padded,
+        loss_mask=mask,
+        entropy_mask=column([rollout.entropy_mask for rollout in rollouts], torch.long),
+        advantages=torch.tensor([rollout.advantage for rollout in rollouts], dtype=torch.float32, device=device),
+        loss_weights=torch.tensor([rollout.loss_weight for rollout in rollouts], dtype=torch.float32, device=device),
+        old_logprobs=column([rollout.old_logprobs for rollout in rollouts], torch.float32),
+        ref_logprobs=column([rollout.ref_logprobs for rollout in rollouts], torch.float32),
+    )

@@ -1,0 +1,256 @@
+"""The trainer of policies. `GRPOTrainer` and `RLOOTrainer` are thin pages over it.
+
+    rows --adapter.encode--> Prompt --generator.generate--> GenerationOutput --rewards.score--> Rollout
+        --rescore--> Rollout --advantages--> Rollout --make_batch--> Batch --policy_logprobs--> logprobs --loss-->
+
+`collect` is the first line, one round of generation; `compute_loss` is the second, one micro-batch of it. In between
+the rollouts are a list, which the loop (`vlmroll.loop`) cuts; each knows its share in the loss of the whole optimizer
+step, so the cut never changes the gradient.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from accelerate.utils import gather_object
+
+from vlmroll import losses, reporting, rollouts, setup
+from vlmroll.completions import table_rows
+from vlmroll.config import PolicyConfig
+from vlmroll.generators import Generator, TransformersGenerator
+from vlmroll.loop import RoundTrainer
+from vlmroll.losses import PolicyTerm
+from vlmroll.metrics import Metrics
+from vlmroll.modeling import call_through, eval_mode
+from vlmroll.rewards import RewardSuite
+from vlmroll.scoring import Scores, check_head, make_batch, pad_batch, policy_logprobs
+from vlmroll.types import Batch, Rollout, SamplingParams
+from vlmroll_processors import PaddedBatch
+from vlmroll_processors.types import Row
+
+
+class PolicyTrainer(RoundTrainer):
+    """What GRPO and RLOO share. A subclass gives `compute_advantages` and `policy_term`.
+
+    Args:
+        model: a hub id, a path, a model of transformers, or a PEFT model.
+        reward_funcs: functions, hub ids of sequence-classification models, or such models; one or a list.
+        args: the options.
+        train_dataset, eval_dataset: rows with the column `prompt`, and `image` or `images` where there are pictures: a
+            dataset of `datasets`, a stream, or a list of rows.
+        processing_class: processor, tokenizer or adapter; by default the one saved with the model.
+        reward_processing_classes: tokenizers of the reward models.
+        callbacks, optimizers: as in `transformers.Trainer`.
+        peft_config: makes an adapter that is trained in the model's place.
+        generator: samples the completions; by default the policy itself does.
+
+    Raises:
+        ValueError, TypeError: options, rows or rewards that cannot work, named with the fix.
+    """
+
+    config_class: ClassVar[type[PolicyConfig]] = PolicyConfig
+    kl_in_loss: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: PolicyConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        *,
+        peft_config: Any = None,
+        generator: Generator | None = None,
+        **others: Any,
+    ) -> None:
+        name = type(self).__name__
+        setup.refuse_options(name, others, PolicyTrainer.__init__.__code__.co_varnames)
+        args = self.config_class() if args is None else args
+        if not isinstance(args, self.config_class):
+            raise TypeError(f"{name} takes args of {self.config_class.__name__}, got {type(args).__name__}")
+        parts = setup.prepare(model, args, processing_class, peft_config)
+        self.adapter, self.reference = parts.adapter, parts.reference
+        functions = setup.reward_functions(reward_funcs, reward_processing_classes, device=args.device)
+        self.rewards = RewardSuite(functions, args.reward_weights)
+        self.generator = TransformersGenerator(parts.model, parts.adapter) if generator is None else generator
+        self._head_checked = False
+        self.start_rounds()
+        super().__init__(
+            model=parts.model,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=parts.adapter.processor,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+
+    def compute_advantages(self, rewards: torch.Tensor, kl: torch.Tensor, num_generations: int) -> torch.Tensor:
+        """Advantages [N] of a round from its rewards [N, F] and the KL of each completion to the reference [N]."""
+        raise NotImplementedError
+
+    def policy_term(self, logprobs: torch.Tensor, old_logprobs: torch.Tensor, batch: Batch) -> PolicyTerm:
+        """The objective's loss for each token or row, without KL."""
+        raise NotImplementedError
+
+    def objective_name(self) -> str:
+        """The objective's name, which decides the normaliser of a step's loss."""
+        return self.args.loss_type
+
+    # A round: rows to rollouts.
+
+    def collect(self, rows: Sequence[Row], row_ids: Sequence[int], seed: tuple[Any, ...], mode: str) -> list[Rollout]:
+        """This process's rollouts of one round, ready to train on."""
+        metrics = self.metrics[mode]
+        num_generations = self.args.generations_per_prompt(evaluating=mode == "eval")
+        rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
+        shares = rollouts.share_of(len(rows), num_generations, rank, world_size)
+        rows, row_ids = [rows[share.group] for share in shares], [row_ids[share.group] for share in shares]
+        with metrics.timed("encode"):
+            prompts = self.adapter.encode(rows, row_ids)
+        with metrics.timed("transformers.generate"):
+            completions = rollouts.generate_shares(self.generator, prompts, self._sampling(seed), shares)
+        found = rollouts.assemble(shares, prompts, completions, rows, row_ids)
+        texts = [self.adapter.decode(rollout.completion.completion_ids) for rollout in found]
+        with metrics.timed("_calculate_rewards"):
+            found = self.rewards.score(found, texts, self.state, metrics)
+        with metrics.timed("_get_per_token_logps_and_entropies"):
+            found = self._rescore(found)
+        found = self._with_advantages(found, num_generations, metrics)
+        self._report(found, texts, mode)
+        return found
+
+    def _sampling(self, seed: tuple[Any, ...]) -> SamplingParams:
+        args = self.args
+        return SamplingParams(
+            max_tokens=args.max_completion_length,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k or 0,
+            min_p=args.min_p or 0.0,
+            repetition_penalty=args.repetition_penalty,
+            seed=setup.derive_seed(args.seed, *seed, self.accelerator.process_index),
+            extra=setup.options_dict(args.generation_kwargs),
+        )
+
+    def _rescore(self, found: Sequence[Rollout]) -> list[Rollout]:
+        """Score under the policy as it is now and under the reference, where the objective needs it.
+
+        The policy's scores are not needed when every micro-batch of the round is trained on before the weights change:
+        then they are what the training pass itself computes.
+        """
+        args = self.args
+        period = (args.steps_per_generation or 1) * args.num_iterations
+        entropy = args.top_entropy_quantile < 1
+        kl_in_reward = self.reference is not None and not self.kl_in_loss
+        policy = entropy or kl_in_reward or args.gradient_accumulation_steps % period != 0
+        scored: list[Rollout] = []
+        for start in range(0, len(found), args.per_device_train_batch_size):
+            chunk = list(found[start : start + args.per_device_train_batch_size])
+            padded = self._pad(chunk)
+            if policy:
+                scores = self._score_frozen(self.model, padded, with_entropy=entropy)
+                chunk = rollouts.with_scores(chunk, old_logprobs=scores.logprobs, entropies=scores.entropies)
+            if self.reference is not None:
+                with self.reference.using() as model:
+                    scores = self._score_frozen(model, padded)
+                chunk = rollouts.with_scores(chunk, ref_logprobs=scores.logprobs)
+            scored.extend(chunk)
+        return scored
+
+    def _with_advantages(self, found: Sequence[Rollout], num_generations: int, metrics: Metrics) -> list[Rollout]:
+        """Rewards of all processes to advantages; this process's part of them goes into its rollouts."""
+        kl = [rollouts.sequence_kl(rollout) for rollout in found]
+        mine = [[float("nan") if value is None else value for value in r.rewards.values()] for r in found]
+        everyone: list[tuple[list[list[float]], list[float]]] = gather_object([(mine, kl)])
+        each = torch.tensor([row for part, _ in everyone for row in part])
+        all_kl = torch.tensor([value for _, part in everyone for value in part])
+        total = self.rewards.total(each)
+        advantages = self.compute_advantages(each, all_kl, num_generations)
+        reporting.report_rewards(metrics, self.rewards.names, each, total, num_generations)
+        drop = rollouts.groups_to_drop(total, num_generations, enabled=self.args.drop_zero_variance_groups)
+        first = sum(len(part) for part, _ in everyone[: self.accelerator.process_index])
+        here = slice(first, first + len(found))
+        kept = rollouts.with_loss_masks(found, drop=drop[here], mask_truncated=self.args.mask_truncated_completions)
+        return rollouts.with_advantages(kept, total[here], advantages[here])
+
+    def _report(self, found: Sequence[Rollout], texts: Sequence[str], mode: str) -> None:
+        metrics = self.metrics[mode]
+        reporting.report_rollouts(metrics, found, kl=not self.kl_in_loss)
+        tokens = sum(rollout.prompt.num_tokens + len(rollout.completion.completion_ids) for rollout in found)
+        if mode == "train":
+            self.state.num_input_tokens_seen += sum(gather_object([tokens]))
+        extras = metrics.take_columns()
+        if self.args.log_completions:
+            rows = table_rows(found, texts, extras, with_images=self.args.log_multimodal)
+            self.table[mode].extend(gather_object(rows))
+
+    # A micro-batch: rollouts to loss.
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """The share of some rollouts in the loss of the optimizer step."""
+        if return_outputs:
+            raise ValueError("a policy's loss comes without model outputs; call policy_logprobs for them")
+        args = self.args
+        batch = make_batch(
+            inputs,
+            pad_token_id=self.adapter.pad_token_id,
+            device=self.accelerator.device,
+            pad_to_multiple_of=setup.as_int(args.pad_to_multiple_of),
+        )
+        scores = self._score(model, batch.padded, with_entropy=True)
+        old_logprobs = scores.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        term = self.policy_term(scores.logprobs, old_logprobs, batch)
+        per_token = term.loss if batch.entropy_mask is None else term.loss * batch.entropy_mask
+        extras = {} if scores.entropies is None else {"entropy": scores.entropies}
+        if self.kl_in_loss and batch.ref_logprobs is not None:
+            kl = losses.k3_kl(scores.logprobs, batch.ref_logprobs)
+            kl = kl * term.ratio if args.use_bias_correction_kl else kl
+            per_token = per_token + args.beta * kl
+            extras["kl"] = kl
+        loss = (per_token * batch.loss_mask * batch.loss_weights[:, None]).sum()
+        mode = "train" if model.training else "eval"
+        reporting.report_loss(self.metrics[mode], term, batch, self.ratio_bounds(), extras)
+        return loss * self.accelerator.num_processes  # data-parallel wrappers average over processes
+
+    def ratio_bounds(self) -> tuple[float, float]:
+        """The ratios below and above which the objective clips."""
+        args = self.args
+        return 1 - args.epsilon, 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
+
+    def _pad(self, chunk: Sequence[Rollout]) -> PaddedBatch:
+        return pad_batch(
+            chunk,
+            pad_token_id=self.adapter.pad_token_id,
+            device=self.accelerator.device,
+            pad_to_multiple_of=setup.as_int(self.args.pad_to_multiple_of),
+        )
+
+    def _score(self, model: Any, padded: PaddedBatch, *, with_entropy: bool = False) -> Scores:
+        inner = self.accelerator.unwrap_model(model)
+        if not self._head_checked:
+            with eval_mode(inner):
+                check_head(inner, padded)
+            self._head_checked = True
+        work = partial(
+            policy_logprobs,
+            inner,
+            padded,
+            temperature=self.args.temperature,
+            banned_ids=sorted(self.adapter.vision_ids),
+            chunk_size=self.args.logprob_chunk_size,
+            with_entropy=with_entropy,
+        )
+        with self.accelerator.autocast():
+            return call_through(model, inner, work)
+
+    def _score_frozen(self, model: Any, padded: PaddedBatch, *, with_entropy: bool = False) -> Scores:
+        with torch.no_grad(), eval_mode(model):
+            return self._score(model, padded, with_entropy=with_entropy)
