@@ -7,7 +7,7 @@ slots, the chat template renders them, the tokenizer reads the text with one pla
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jinja2 import TemplateError
@@ -21,6 +21,7 @@ from vlmroll_processors.types import ImageSpan, Prompt, Row
 _OWN_TEMPLATE_KWARGS = ("tokenize", "add_generation_prompt", "continue_final_message")
 
 
+@runtime_checkable
 class ProcessorAdapter(Protocol):
     """What the trainer and the generators need of a processor."""
 

@@ -75,10 +75,8 @@ def collate(
     if not prompts or len(prompts) != len(completions):
         raise ValueError(f"collate needs one completion for each prompt, got {len(prompts)} and {len(completions)}")
     multiple = pad_to_multiple_of or 1
-    widths = tuple(
-        -(-max(lengths) // multiple) * multiple
-        for lengths in ([p.num_tokens for p in prompts], [len(c) for c in completions])
-    )
+    longest = max(prompt.num_tokens for prompt in prompts), max(len(completion) for completion in completions)
+    widths = -(-longest[0] // multiple) * multiple, -(-longest[1] // multiple) * multiple
     ids = [torch.tensor(prompt.prompt_ids, dtype=torch.long) for prompt in prompts]
     tails = [torch.tensor(completion, dtype=torch.long) for completion in completions]
     prompt_mask = pad([torch.ones_like(row) for row in ids], 0, left=True, to=widths[0])

@@ -154,6 +154,7 @@ def _clean_message(message: object, *, where: str) -> Message:
 
 
 def without_nulls(value: Any) -> Any:
+    """A copy without the keys that Arrow adds to make all rows alike."""
     if isinstance(value, Mapping):
         items = cast("Mapping[str, Any]", value).items()
         return {key: without_nulls(item) for key, item in items if item is not None}

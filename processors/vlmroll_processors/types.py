@@ -4,8 +4,9 @@ Shapes: P prompt tokens, R rows of one prompt's image tensors (patches, tiles or
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -127,6 +128,12 @@ class Prompt:
                 raise ValueError(f"{name} has {tuple(tensor.shape)}; axis 0 of a per-sample input is 1")
         object.__setattr__(self, "forward_kwargs", MappingProxyType(dict(self.forward_kwargs)))
         object.__setattr__(self, "join", MappingProxyType(dict(self.join)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Read-only views cannot be pickled, and loader workers and processes exchange prompts.
+        values = {name.name: getattr(self, name.name) for name in fields(self)}
+        plain = {"forward_kwargs": dict(self.forward_kwargs), "join": dict(self.join)}
+        return partial(Prompt, **{**values, **plain}), ()
 
     @property
     def num_tokens(self) -> int:

@@ -1,7 +1,8 @@
 """Rewards -> advantages. Pure functions over one round's rewards; NaN marks a completion without a reward.
 
 Shapes: N rewards in group order, G generations (N = groups x G), F reward functions. Completions without a reward
-leave the statistics of their group and get advantage 0.
+leave the statistics of their group and get advantage 0. Statistics are taken in float64, where the mean of equal
+float32 rewards is that very reward: a rounding error would be divided by a standard deviation of 0 (plus EPSILON).
 """
 
 from collections.abc import Sequence
@@ -17,9 +18,9 @@ EPSILON = 1e-4
 def nan_std(values: Float[torch.Tensor, "*batch G"]) -> Float[torch.Tensor, "*batch"]:
     """Sample standard deviation (divisor n - 1) over the last axis without its NaN; 0 with fewer than two values."""
     count = (~values.isnan()).sum(-1)
-    mean = values.nanmean(-1, keepdim=True)
-    variance = ((values - mean) ** 2).nansum(-1) / (count - 1).clamp(min=1)
-    return variance.sqrt()
+    exact = values.double()
+    variance = ((exact - exact.nanmean(-1, keepdim=True)) ** 2).nansum(-1) / (count - 1).clamp(min=1)
+    return variance.sqrt().to(values.dtype)
 
 
 def weighted_sum(rewards: Float[torch.Tensor, "N F"], weights: Sequence[float]) -> Rewards:
@@ -41,7 +42,7 @@ def group_normalised(rewards: Rewards, num_generations: int, scale: str = "group
         >>> group_normalised(torch.tensor([1.0, 0.0]), 2, scale="none").tolist()
         [0.5, -0.5]
     """
-    groups = rewards.view(-1, num_generations)
+    groups = rewards.double().view(-1, num_generations)
     centred = groups - groups.nanmean(-1, keepdim=True)
     return scaled(centred.flatten(), rewards, num_generations, scale)
 
@@ -55,15 +56,15 @@ def scaled(advantages: Rewards, rewards: Rewards, num_generations: int, scale: s
         advantages = advantages / (nan_std(rewards) + EPSILON)
     elif scale != "none":
         raise ValueError(f"scale must be 'group', 'batch' or 'none', got {scale!r}")
-    return advantages.nan_to_num(0.0)
+    return advantages.nan_to_num(0.0).to(rewards.dtype)
 
 
 def normalise_then_sum(rewards: Float[torch.Tensor, "N F"], weights: Sequence[float], num_generations: int) -> Rewards:
     """GDPO: each reward function is normalised in its group, then summed, then normalised over the batch."""
-    groups = rewards.view(-1, num_generations, rewards.shape[-1])
+    groups = rewards.double().view(-1, num_generations, rewards.shape[-1])
     each = (groups - groups.nanmean(1, keepdim=True)) / (nan_std(groups.movedim(1, -1))[:, None] + EPSILON)
     total = weighted_sum(each.flatten(0, 1), weights)
-    return ((total - total.nanmean()) / (nan_std(total) + EPSILON)).nan_to_num(0.0)
+    return ((total - total.nanmean()) / (nan_std(total) + EPSILON)).nan_to_num(0.0).to(rewards.dtype)
 
 
 def leave_one_out(rewards: Rewards, num_generations: int) -> Rewards:
@@ -73,10 +74,10 @@ def leave_one_out(rewards: Rewards, num_generations: int) -> Rewards:
         >>> leave_one_out(torch.tensor([1.0, 0.0, 0.5]), 3).tolist()
         [0.75, -0.75, 0.0]
     """
-    groups = rewards.view(-1, num_generations)
+    groups = rewards.double().view(-1, num_generations)
     siblings = (~groups.isnan()).sum(-1, keepdim=True) - 1
     baseline = (groups.nansum(-1, keepdim=True) - groups) / siblings
-    return (groups - baseline).flatten().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return (groups - baseline).flatten().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).to(rewards.dtype)
 
 
 def batch_normalised(advantages: Rewards, scorable: Bool[torch.Tensor, " N"]) -> Rewards:

@@ -11,16 +11,30 @@ from vlmroll.types import Rollout
 def table_rows(
     rollouts: Sequence[Rollout], texts: Sequence[str], extras: Mapping[str, Sequence[Any]], *, with_images: bool
 ) -> list[dict[str, Any]]:
-    """One row for each rollout: prompt, completion, a column for each reward, extras, advantage, pictures (PNG)."""
+    """One row for each rollout: prompt, completion, a column for each reward, extras, advantage, pictures (PNG).
+
+    Raises:
+        ValueError: an extra column does not have one value for each rollout.
+    """
+    for column, values in extras.items():
+        if len(values) != len(rollouts):
+            raise ValueError(
+                f"log_extra: column {column!r} has {len(values)} values for {len(rollouts)} completions; log one each"
+            )
     rows: list[dict[str, Any]] = []
     for i, (rollout, text) in enumerate(zip(rollouts, texts, strict=True)):
         row: dict[str, Any] = {"prompt": rollout.prompt.text, "completion": text, **rollout.rewards}
-        row |= {column: values[i] for column, values in extras.items()}
+        row |= {column: _plain(values[i]) for column, values in extras.items()}
         row["advantage"] = rollout.advantage
         if with_images:
             row["images"] = [{"bytes": _png(picture.image), "path": None} for picture in rollout.prompt.images]
         rows.append(row)
     return rows
+
+
+def _plain(value: Any) -> Any:
+    """Python values for those of numpy and torch."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _png(image: Any) -> bytes:
@@ -35,9 +49,13 @@ def write_parquet(rows: Sequence[Mapping[str, Any]], folder: Path, step: int) ->
     import pyarrow.parquet
 
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    data = {column: [row.get(column) for row in rows] for column in columns}
+    data = {column: _one_type([row.get(column) for row in rows]) for column in columns}
     data = {"step": [step] * len(rows), **data}
     table = datasets.Dataset.from_dict(data)
+    for column, values in data.items():
+        if column != "images" and all(value is None for value in values):
+            # Without a type, this file could not be loaded together with those of other steps.
+            table = table.cast_column(column, datasets.Value("float64"))
     if "images" in data:
         features = datasets.Features({**table.features, "images": datasets.List(datasets.Image())})
         table = datasets.Dataset.from_dict(data, features=features)
@@ -46,6 +64,17 @@ def write_parquet(rows: Sequence[Mapping[str, Any]], folder: Path, step: int) ->
     # Written by pyarrow itself: the writer of datasets shows a progress bar in the middle of the run's.
     pyarrow.parquet.write_table(table.data.table, path)
     return path
+
+
+def _one_type(values: list[Any]) -> list[Any]:
+    """The values as they are where Arrow finds a type that holds all of them, else as text."""
+    import pyarrow
+
+    try:
+        pyarrow.array(values)
+    except (pyarrow.ArrowException, OverflowError):
+        return [None if value is None else str(value) for value in values]
+    return values
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], step: int, *, limit: int | None, unique_prompts: bool) -> None:

@@ -51,6 +51,13 @@ class Schedule:
     seed: int
 
 
+def _too_small(num_rows: int, prompts_per_round: int) -> ValueError:
+    return ValueError(
+        f"the dataset has {num_rows} rows but one generation round takes {prompts_per_round} prompts; lower "
+        "generation_batch_size (or per_device_train_batch_size, gradient_accumulation_steps) or raise num_generations"
+    )
+
+
 class RoundSampler(Sampler[list[MicroStep]]):
     """Micro-steps over a dataset with a length. Rows that do not fill a round are left for another epoch's order.
 
@@ -61,11 +68,7 @@ class RoundSampler(Sampler[list[MicroStep]]):
     def __init__(self, num_rows: int, schedule: Schedule) -> None:
         self.num_rounds = num_rows // schedule.prompts_per_round
         if self.num_rounds == 0:
-            raise ValueError(
-                f"the dataset has {num_rows} rows but one generation round takes {schedule.prompts_per_round} prompts; "
-                "lower generation_batch_size (or per_device_train_batch_size, gradient_accumulation_steps) or raise "
-                "num_generations"
-            )
+            raise _too_small(num_rows, schedule.prompts_per_round)
         self._num_rows = num_rows
         self._schedule = schedule
         self.epoch = 0
@@ -89,8 +92,15 @@ class RoundSampler(Sampler[list[MicroStep]]):
                 yield [MicroStep(epoch=self.epoch, round=number, index=index, row_ids=row_ids)]
 
 
-class RoundStream(IterableDataset[MicroStep]):
-    """Micro-steps over a dataset without a length, in the order of the stream."""
+class RoundStream(Sampler[list[MicroStep]]):
+    """Micro-steps over a dataset without a length, in the order of the stream.
+
+    A sampler as `RoundSampler` is, and not a dataset, since a resumed run skips micro-steps through a copy of the
+    loader that keeps the sampler, and tells the epoch to nothing else.
+
+    Raises:
+        ValueError: the stream ends before it has filled one round.
+    """
 
     def __init__(self, rows: Any, schedule: Schedule) -> None:
         self._rows = rows
@@ -103,7 +113,7 @@ class RoundStream(IterableDataset[MicroStep]):
         if hasattr(self._rows, "set_epoch"):
             self._rows.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[MicroStep]:
+    def __iter__(self) -> Iterator[list[MicroStep]]:
         plan, chunk, number = self._schedule, list[Row](), 0
         for row in self._rows:
             chunk.append(row)
@@ -112,8 +122,10 @@ class RoundStream(IterableDataset[MicroStep]):
             first = number * plan.prompts_per_round
             row_ids = tuple(range(first, first + plan.prompts_per_round))
             for index in range(plan.micro_steps_per_round):
-                yield MicroStep(epoch=self.epoch, round=number, index=index, row_ids=row_ids, rows=tuple(chunk))
+                yield [MicroStep(epoch=self.epoch, round=number, index=index, row_ids=row_ids, rows=tuple(chunk))]
             chunk, number = [], number + 1
+        if number == 0:
+            raise _too_small(len(chunk), plan.prompts_per_round)
 
 
 class _Same:
@@ -138,22 +150,21 @@ def _itself(item: Any) -> Any:
 
 
 class RoundLoader(DataLoader[Any]):
-    """A data loader of micro-steps that passes the epoch on to its sampler or stream."""
+    """A data loader of micro-steps that passes the epoch on to its sampler."""
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch."""
-        (self.dataset if isinstance(self.dataset, RoundStream) else self.batch_sampler).set_epoch(epoch)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+        self.batch_sampler.set_epoch(epoch)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
 
 
 def round_loader(rows: Any, schedule: Schedule) -> RoundLoader:
     """The loader of a dataset, with or without a length."""
-    if hasattr(rows, "__len__"):
-        return RoundLoader(
-            _Same(len(rows)),  # pyright: ignore[reportArgumentType]
-            batch_sampler=RoundSampler(len(rows), schedule),  # pyright: ignore[reportArgumentType]
-            collate_fn=_only,
-        )
-    return RoundLoader(RoundStream(rows, schedule), batch_size=None, collate_fn=_itself)
+    sized = hasattr(rows, "__len__")
+    return RoundLoader(
+        _Same(len(rows) if sized else 0),  # pyright: ignore[reportArgumentType]
+        batch_sampler=RoundSampler(len(rows), schedule) if sized else RoundStream(rows, schedule),  # pyright: ignore[reportArgumentType]
+        collate_fn=_only,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -193,6 +193,19 @@ class RoundTrainer(Trainer):
             save_round(self._round, folder, self.accelerator.process_index)
         super()._save_checkpoint(model, trial)
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load weights the way they were saved.
+
+        Checkpoints carry the hub's parameter names, which differ from the modules' for vision-language models; the
+        base class would leave all of those out with no more than a warning. `from_pretrained` maps them.
+        """
+        inner: Any = self.accelerator.unwrap_model(self.model if model is None else model)
+        if not hasattr(inner, "from_pretrained") or hasattr(inner, "peft_config") or self.is_fsdp_enabled:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        saved = type(inner).from_pretrained(resume_from_checkpoint, dtype=inner.dtype)
+        inner.load_state_dict(saved.state_dict())
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         self._resumed_from = checkpoint

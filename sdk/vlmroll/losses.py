@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 
 PerToken = Float[torch.Tensor, "B C"]
-PerRow = Float[torch.Tensor, "B 1"]
+PerRow = Float[torch.Tensor, "B 1"]  # stands first in unions: a check takes the first that fits, and C fits 1
 Mask = Int[torch.Tensor, "B C"]
 
 
@@ -25,11 +25,11 @@ class PolicyTerm:
         ratio: probability ratio to the old policy, [B, C] or [B, 1].
     """
 
-    loss: PerToken | PerRow
-    ratio: PerToken | PerRow
+    loss: PerRow | PerToken
+    ratio: PerRow | PerToken
 
 
-def importance_ratio(logprobs: PerToken, old_logprobs: PerToken, mask: Mask, level: str = "token") -> PerToken | PerRow:
+def importance_ratio(logprobs: PerToken, old_logprobs: PerToken, mask: Mask, level: str = "token") -> PerRow | PerToken:
     """Probability ratio of the current policy to the old one.
 
     Args:
@@ -48,7 +48,7 @@ def importance_ratio(logprobs: PerToken, old_logprobs: PerToken, mask: Mask, lev
 
 
 def clipped_surrogate(
-    ratio: PerToken | PerRow,
+    ratio: PerRow | PerToken,
     advantages: Float[torch.Tensor, " B"],
     *,
     epsilon: float,
@@ -75,7 +75,7 @@ def clipped_surrogate(
 
 
 def cispo(
-    ratio: PerToken | PerRow, advantages: Float[torch.Tensor, " B"], logprobs: PerToken, *, epsilon_high: float
+    ratio: PerRow | PerToken, advantages: Float[torch.Tensor, " B"], logprobs: PerToken, *, epsilon_high: float
 ) -> PolicyTerm:
     """CISPO: the clipped ratio weighs the log-likelihood and carries no gradient (MiniMax-M1, arXiv:2506.13585).
 

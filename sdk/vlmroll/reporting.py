@@ -4,6 +4,7 @@ Metrics are aggregated by what they are (`vlmroll.metrics`): a mean is weighted 
 the minimum over all steps and processes between two log lines.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -16,7 +17,11 @@ from vlmroll.types import Batch, Rollout
 
 
 def report_rollouts(metrics: Metrics, rollouts: Sequence[Rollout], *, kl: bool) -> None:
-    """Lengths of prompts and completions, and pictures, of this process's rollouts; with `kl` also their k1 KL."""
+    """Lengths of prompts and completions, pictures, and missing rewards of this process's rollouts.
+
+    Args:
+        kl: whether to report their k1 KL to the reference.
+    """
     if not rollouts:
         return
     lengths = [len(rollout.completion.completion_ids) for rollout in rollouts]
@@ -24,6 +29,7 @@ def report_rollouts(metrics: Metrics, rollouts: Sequence[Rollout], *, kl: bool) 
     metrics.add_spread("completions/", [float(length) for length in lengths], "_length")
     metrics.add_spread("completions/", [float(length) for length in ended], "_terminated_length")
     metrics.add_mean("completions/clipped_ratio", 1 - len(ended) / len(lengths), len(lengths))
+    metrics.add("sum", "rewards/num_unscored", float(sum(math.isnan(rollout.reward) for rollout in rollouts)))
     if kl and rollouts[0].ref_logprobs is not None:
         metrics.add_mean("kl", sum(map(sequence_kl, rollouts)) / sum(lengths), sum(lengths))
     prompts = {id(rollout.prompt): rollout.prompt for rollout in rollouts}.values()
@@ -43,7 +49,6 @@ def report_rewards(
     metrics.add_mean("reward", float(total.nanmean()))
     metrics.add_mean("reward_std", float(nan_std(total)))
     metrics.add_mean("frac_reward_zero_std", float(zero_variance(total, num_generations).float().mean()))
-    metrics.add("sum", "rewards/num_unscored", float(total.isnan().sum()))
 
 
 def report_loss(
@@ -60,13 +65,14 @@ def report_loss(
     advantages = batch.advantages[:, None]
     low = ((term.ratio < bounds[0]) & (advantages < 0)).float() * mask
     high = ((term.ratio > bounds[1]) & (advantages > 0)).float() * mask
+    counted = mask.any(1)
     if count:
         metrics.add_mean("clip_ratio/low_mean", float(low.sum()) / count, count)
         metrics.add_mean("clip_ratio/high_mean", float(high.sum()) / count, count)
         metrics.add_mean("clip_ratio/region_mean", float((low + high).sum()) / count, count)
-        rows = mask.sum(-1).clamp(min=1)
-        metrics.add("min", "clip_ratio/low_min", float((low.sum(-1) / rows).min()))
-        metrics.add("max", "clip_ratio/high_max", float((high.sum(-1) / rows).max()))
+        lengths = mask[counted].sum(-1)
+        metrics.add("min", "clip_ratio/low_min", float((low[counted].sum(-1) / lengths).min()))
+        metrics.add("max", "clip_ratio/high_max", float((high[counted].sum(-1) / lengths).max()))
     tokens = float(batch.loss_mask.sum())
     for name, values in extras.items():
         if tokens:

@@ -71,6 +71,9 @@ def head_of(model: Any) -> Head:
 def check_head(model: Any, batch: PaddedBatch, tolerance: float = 1e-3) -> None:
     """Compare the taken-apart model with its own forward on the last position of a batch.
 
+    Args:
+        tolerance: relative to the largest logit; logits below float32 get a few of their own rounding steps.
+
     Raises:
         ValueError: the model does something to its logits that `head_of` does not know.
     """
@@ -78,8 +81,9 @@ def check_head(model: Any, batch: PaddedBatch, tolerance: float = 1e-3) -> None:
     with torch.no_grad():
         hidden = head.backbone(**batch.model_inputs(), use_cache=False).last_hidden_state[:, -1:]
         ours = head.logits(hidden)
-        theirs = model(**batch.model_inputs(), use_cache=False, logits_to_keep=1).logits.float()
+        theirs = model(**batch.model_inputs(), use_cache=False, logits_to_keep=1).logits
     difference = float((ours - theirs).abs().max())
+    tolerance = max(tolerance, 4 * torch.finfo(theirs.dtype).eps)
     if not difference <= tolerance * max(1.0, float(theirs.abs().max())):
         raise ValueError(
             f"{type(model).__name__} changes its logits in a way that is not known here (difference {difference:.2g}); "

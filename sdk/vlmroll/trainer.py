@@ -10,6 +10,7 @@ step, so the cut never changes the gradient.
 
 from collections.abc import Sequence
 from functools import partial
+from inspect import signature
 from typing import Any, ClassVar
 
 import torch
@@ -69,7 +70,7 @@ class PolicyTrainer(RoundTrainer):
         **others: Any,
     ) -> None:
         name = type(self).__name__
-        setup.refuse_options(name, others, PolicyTrainer.__init__.__code__.co_varnames)
+        setup.refuse_options(name, others, list(signature(PolicyTrainer).parameters))
         args = self.config_class() if args is None else args
         if not isinstance(args, self.config_class):
             raise TypeError(f"{name} takes args of {self.config_class.__name__}, got {type(args).__name__}")

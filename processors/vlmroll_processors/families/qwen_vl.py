@@ -38,9 +38,9 @@ def process(processor: Any, pictures: Sequence[Picture], budget: Mapping[str, in
 def _resized(picture: Picture, image_processor: Any) -> Any:
     if not picture.resize:
         return picture.image
-    from qwen_vl_utils import fetch_image
+    from qwen_vl_utils import fetch_image  # pyright: ignore[reportMissingTypeStubs]
 
-    request = {"image": picture.image, **dict(picture.resize)}
+    request: dict[str, Any] = {"image": picture.image, **dict(picture.resize)}
     try:
         return fetch_image(request, image_patch_size=image_processor.patch_size)
     except AssertionError as error:  # its check of min_pixels, 4 tokens by default, against max_pixels

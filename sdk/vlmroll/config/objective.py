@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .options import option, require, require_choice
+from .options import option, refuse, require, require_choice
 
 _NOT_YET = "it is not offered yet"
 _LOSSES_ELSEWHERE: Mapping[str, str] = {
@@ -59,7 +59,7 @@ class ObjectiveOptions:
     multi_objective_aggregation: str = option(
         "sum_then_normalize",
         help="Several rewards: add them up and normalise the sum (sum_then_normalize), or normalise each within its "
-        "group and add those up (normalize_then_sum).",
+        "group, add those up and normalise the sum over the round (normalize_then_sum; it needs scale_rewards group).",
     )
     scale_rewards: str = option(
         "group",
@@ -127,6 +127,16 @@ class ObjectiveOptions:
         require(
             0 < share <= 1, "top_entropy_quantile", share, "it must be greater than 0 and at most 1 (1: all tokens)"
         )
+
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        """Options that the objective chosen by another option would not read."""
+        if self.loss_type == "cispo" and self.delta is not None:
+            refuse("delta", self.delta, "loss_type='cispo' bounds the ratio by epsilon_high alone; leave delta out")
+        if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards != "group":
+            reason = "multi_objective_aggregation='normalize_then_sum' divides by the deviation of the group"
+            refuse("scale_rewards", self.scale_rewards, f"{reason}; leave it 'group'")
 
     @property
     def clip_range(self) -> tuple[float, float]:

@@ -29,6 +29,11 @@ class RLOOConfig(PolicyConfig):
         help="The objective of RLOO, which is the only one.",
         refused="RLOO has one objective, 'rloo'; use GRPOConfig to choose a loss_type",
     )
+    multi_objective_aggregation: str = option(
+        "sum_then_normalize",
+        help="Several rewards are added up.",
+        refused="RLOO compares the sum of the rewards with that of the siblings; use GRPOConfig for normalize_then_sum",
+    )
     use_bias_correction_kl: bool = option(
         False,
         help="Correct the gradient of a KL term in the loss, which RLOO does not have.",

@@ -1,12 +1,13 @@
 """The contract of a generator, and a scripted one for tests and dry runs."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from vlmroll.types import Completion, GenerationOutput, SamplingParams
 from vlmroll_processors import Prompt
 
 
+@runtime_checkable
 class Generator(Protocol):
     """Samples completions. Three methods; everything else about an engine stays inside."""
 

@@ -24,6 +24,7 @@ _EXTRA: Mapping[str, Callable[[Any, list[int], int, str], Any]] = {
     "epsilon_cutoff": lambda value, stop, length, device: hf.EpsilonLogitsWarper(value),
     "eta_cutoff": lambda value, stop, length, device: hf.EtaLogitsWarper(value, device=device),
 }
+_OFF: Mapping[str, float] = {"typical_p": 1.0}  # the other options are off at 0, all of them at None
 _BEFORE_TEMPERATURE = ("no_repeat_ngram_size", "bad_words_ids", "min_new_tokens", "suppress_tokens")
 
 
@@ -43,6 +44,8 @@ def processors(
 ) -> hf.LogitsProcessorList:
     """The processors that turn logits into the logits to sample from.
 
+    At temperature 0, where the most likely token is taken, nothing is truncated.
+
     Args:
         prompt_length: length of the padded prompts, P.
     """
@@ -50,9 +53,15 @@ def processors(
     chosen = hf.LogitsProcessorList()
     if sampling.repetition_penalty != 1.0:
         chosen.append(hf.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-    extra = {name: _EXTRA[name](value, stop_ids, prompt_length, device) for name, value in sampling.extra.items()}
+    extra = {
+        name: _EXTRA[name](value, stop_ids, prompt_length, device)
+        for name, value in sampling.extra.items()
+        if value is not None and value != _OFF.get(name, 0)
+    }
     chosen.extend(extra[name] for name in _EXTRA if name in extra and name in _BEFORE_TEMPERATURE)
-    if sampling.temperature not in (0.0, 1.0):
+    if sampling.temperature == 0.0:
+        return chosen
+    if sampling.temperature != 1.0:
         chosen.append(hf.TemperatureLogitsWarper(float(sampling.temperature)))
     if sampling.top_k:
         chosen.append(hf.TopKLogitsWarper(sampling.top_k))

@@ -98,13 +98,15 @@ class TransformersGenerator:
         )
 
     def _prefill(self, prompts: Sequence[Prompt], num_generations: int) -> _Branches:
-        """Run each prompt once and repeat its cache for its completions."""
+        """Run each distinct prompt once and repeat its cache for its completions."""
         device = self.model.device
-        batch = to_device(collate(prompts, pad_token_id=self._adapter.pad_token_id), device)
+        distinct = list({id(prompt): prompt for prompt in prompts}.values())
+        place = {id(prompt): i for i, prompt in enumerate(distinct)}
+        batch = to_device(collate(distinct, pad_token_id=self._adapter.pad_token_id), device)
         output = self.model(**batch.model_inputs(), use_cache=True, logits_to_keep=1)
         positions = batch.forward_kwargs["position_ids"]
         branches = _Branches(
-            owner=torch.arange(len(prompts), device=device),
+            owner=torch.arange(len(distinct), device=device),
             cache=output.past_key_values,
             ids=batch.input_ids,
             mask=batch.attention_mask,
@@ -113,7 +115,8 @@ class TransformersGenerator:
             logits=output.logits[:, -1],
             axes=tuple(positions.shape[:-2]),
         )
-        branches.keep(torch.arange(len(prompts), device=device).repeat_interleave(num_generations))
+        rows = torch.tensor([place[id(prompt)] for prompt in prompts], device=device)
+        branches.keep(rows.repeat_interleave(num_generations))
         branches.owner = torch.arange(len(prompts) * num_generations, device=device)
         return branches
 

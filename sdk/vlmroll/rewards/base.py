@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any, cast
 
 import torch
@@ -44,8 +45,8 @@ class RewardSuite:
         self.names: list[str] = []
         for function in functions:
             name = _name_of(function)
-            same = sum(known == name or known.startswith(f"{name}_") for known in self.names)
-            self.names.append(f"{name}_{same + 1}" if same else name)
+            numbered = (f"{name}_{number}" if number > 1 else name for number in count(1))
+            self.names.append(next(free for free in numbered if free not in self.names))
 
     def total(self, rewards: torch.Tensor) -> torch.Tensor:
         """The weighted sum [N] of rewards [N, F]; NaN where no function gave one."""
@@ -63,8 +64,17 @@ class RewardSuite:
         Raises:
             ValueError: a function returned a wrong number of rewards, or something that is not a finite number or None.
         """
+        if not rollouts:
+            return []  # a process without a share; functions would get no columns
+
+        def log_metric(name: str, value: Any) -> None:
+            metrics.add_mean(name, float(value))
+
+        def log_extra(column: str, values: Any) -> None:
+            metrics.add_column(column, list(values))
+
         columns = _columns(rollouts, texts)
-        columns |= {"trainer_state": state, "log_metric": metrics.add_mean, "log_extra": metrics.add_column}
+        columns |= {"trainer_state": state, "log_metric": log_metric, "log_extra": log_extra}
         results: dict[str, Sequence[float | None]] = {}
         waiting: dict[str, Awaitable[Any]] = {}
         for name, function in zip(self.names, self.functions, strict=True):
@@ -125,11 +135,11 @@ def _accepted(function: RewardFunc, columns: Mapping[str, Any]) -> dict[str, Any
 def _checked(name: str, values: Any, rollouts: Sequence[Rollout]) -> list[float | None]:
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, Sequence) or len(cast("Sequence[Any]", values)) != len(rollouts):
-        count = len(cast("Sequence[Any]", values)) if isinstance(values, Sequence) else type(values).__name__
-        raise ValueError(f"reward function {name!r} returned {count} for {len(rollouts)} completions; return one each")
+        given = len(cast("Sequence[Any]", values)) if isinstance(values, Sequence) else type(values).__name__
+        raise ValueError(f"reward function {name!r} returned {given} for {len(rollouts)} completions; return one each")
     checked: list[float | None] = []
     for value, rollout in zip(cast("Sequence[Any]", values), rollouts, strict=True):
-        value = value.item() if hasattr(value, "item") else value
+        value = value.item() if math.prod(getattr(value, "shape", (0,))) == 1 else value
         if value is not None and not isinstance(value, int | float):
             raise ValueError(
                 f"reward function {name!r} gave {value!r} for row {rollout.row_id}; a reward is a number or None"

@@ -1,0 +1,42 @@
+"""What the example scripts share: their options, greedy evaluation and the JSON line at the end."""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+# One thread for each core that really works: spinning barriers of idle threads make small models many times slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from digits import Row, accuracy_reward  # noqa: E402
+from vlmroll import Generator, SamplingParams  # noqa: E402
+from vlmroll_processors import ProcessorAdapter  # noqa: E402
+
+
+def parse_options(description: str, *, steps: int, output_dir: str) -> argparse.ArgumentParser:
+    """A parser with the options that all examples have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="of data order, sampling and new weights")
+    parser.add_argument("--steps", type=int, default=steps, help="optimizer steps")
+    parser.add_argument("--output-dir", default=output_dir, help="where logs and checkpoints go")
+    return parser
+
+
+def greedy_accuracy(generator: Generator, adapter: ProcessorAdapter, rows: Sequence[Row]) -> float:
+    """Share of rows that the most likely answer gets right."""
+    right = 0.0
+    for start in range(0, len(rows), 50):
+        part = rows[start : start + 50]
+        output = generator.generate(adapter.encode(part), SamplingParams(temperature=0.0, max_tokens=4), 1)
+        answers = [[{"role": "assistant", "content": adapter.decode(ids)}] for ids in output.completion_ids]
+        right += sum(accuracy_reward(answers, [row["answer"] for row in part]))
+    return right / len(rows)
+
+
+def print_result(started: float, args: Any, **numbers: float) -> None:
+    """The last line of an example: its result as JSON. `started` is from `time.perf_counter()`."""
+    values = {name: round(value, 4) for name, value in numbers.items()}
+    seconds = round(time.perf_counter() - started, 1)
+    print(json.dumps({**values, "seconds": seconds, "steps": args.steps, "seed": args.seed}))
