@@ -103,7 +103,7 @@ def randomise(model: Any, seed: int = 0) -> Any:
     return model.float().eval()
 
 
-def _ids(name: str) -> dict[str, int]:
+def _ids() -> dict[str, Any]:
     vocabulary = tokenizer().get_vocab()
     keys = {"image_token_id": "image_pad", "video_token_id": "video_pad"}
     keys |= {"vision_start_token_id": "vision_start", "vision_end_token_id": "vision_end"}
@@ -111,14 +111,20 @@ def _ids(name: str) -> dict[str, int]:
 
 
 def _text_config(**more: Any) -> dict[str, Any]:
-    base = {"vocab_size": 336, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    base: dict[str, Any] = {"vocab_size": 336, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     base |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": tokenizer().pad_token_id}
     base |= {"eos_token_id": tokenizer().eos_token_id, "bos_token_id": None}
     return {**base, **more}
 
 
 def _vision_config(**more: Any) -> dict[str, Any]:
-    base = {"depth": 2, "num_heads": 2, "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    base: dict[str, Any] = {
+        "depth": 2,
+        "num_heads": 2,
+        "patch_size": 8,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
     return {**base, "in_channels": 3, **more}
 
 
@@ -132,7 +138,7 @@ def _processor(name: str) -> Any:
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
     size = {"shortest_edge": 16 * 16 * 2, "longest_edge": 64 * 64}
-    sizes = {"patch_size": 8, "merge_size": 2, "temporal_patch_size": 2}
+    sizes: dict[str, Any] = {"patch_size": 8, "merge_size": 2, "temporal_patch_size": 2}
     images = transformers.Qwen2VLImageProcessor(**sizes, size=size)
     kind = {"qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor"}.get(name, "Qwen3VLProcessor")
     video = (Qwen3VLVideoProcessor if kind == "Qwen3VLProcessor" else Qwen2VLVideoProcessor)(**sizes)
@@ -153,21 +159,17 @@ def tiny(name: str) -> Tiny:
     if name == "qwen2_vl":
         text = _text_config(rope_parameters=_rope([2, 3, 3]))
         vision = _vision_config(embed_dim=32, hidden_size=64, mlp_ratio=2)
-        model = hf.Qwen2VLForConditionalGeneration(
-            hf.Qwen2VLConfig(text_config=text, vision_config=vision, **_ids(name))
-        )
+        model = hf.Qwen2VLForConditionalGeneration(hf.Qwen2VLConfig(text_config=text, vision_config=vision, **_ids()))
     elif name == "qwen2_5_vl":
         text = _text_config(rope_parameters=_rope([2, 3, 3]))
         vision = _vision_config(**wide, window_size=32, fullatt_block_indexes=[1])
         model = hf.Qwen2_5_VLForConditionalGeneration(
-            hf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_ids(name))
+            hf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_ids())
         )
     elif name == "qwen3_vl":
         text = _text_config(head_dim=16, rope_parameters=_rope([4, 2, 2], mrope_interleaved=True))
         vision = _vision_config(**wide, num_position_embeddings=64, deepstack_visual_indexes=[0, 1])
-        model = hf.Qwen3VLForConditionalGeneration(
-            hf.Qwen3VLConfig(text_config=text, vision_config=vision, **_ids(name))
-        )
+        model = hf.Qwen3VLForConditionalGeneration(hf.Qwen3VLConfig(text_config=text, vision_config=vision, **_ids()))
     elif name == "qwen3_5":
         linear = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2}
         text = _text_config(
@@ -178,9 +180,7 @@ def tiny(name: str) -> Tiny:
             **linear,
         )
         vision = _vision_config(**wide, num_position_embeddings=64)
-        model = hf.Qwen3_5ForConditionalGeneration(
-            hf.Qwen3_5Config(text_config=text, vision_config=vision, **_ids(name))
-        )
+        model = hf.Qwen3_5ForConditionalGeneration(hf.Qwen3_5Config(text_config=text, vision_config=vision, **_ids()))
     else:
         raise ValueError(f"no tiny model named {name!r}")
     return Tiny(name, randomise(model), _processor(name))

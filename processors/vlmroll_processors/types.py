@@ -78,12 +78,13 @@ def _no_joins() -> Mapping[str, Join]:
     return {}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prompt:
     """One prompt, encoded once: what every generator samples from and the trainer trains on.
 
-    The siblings of a group share one `Prompt` object. It checks itself: every kwarg has a join rule, per-token kwargs
-    have one value for each token, and the spans lie inside the ids, in order, one for each picture.
+    The siblings of a group share one `Prompt` object; prompts are compared by identity. It checks itself: every kwarg
+    has a join rule, per-token kwargs have one value for each token, and the spans lie inside the ids, in order, one for
+    each picture.
 
     Attributes:
         prompt_ids: [P] token ids with the placeholders expanded, as the model's forward eats them.

@@ -51,6 +51,10 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f"vlmroll.{_HOME[name]}"), name)
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})
+
+
 __all__ = [
     "Batch",
     "Completion",

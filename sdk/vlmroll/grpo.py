@@ -34,9 +34,9 @@ class GRPOTrainer(PolicyTrainer):
         """The clipped surrogate, or CISPO's."""
         args = self.args
         ratio = losses.importance_ratio(logprobs, old_logprobs, batch.loss_mask, args.importance_sampling_level)
-        epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+        epsilon, epsilon_high = args.clip_range
         if args.loss_type == "cispo":
             return losses.cispo(ratio, batch.advantages, logprobs, epsilon_high=epsilon_high)
         return losses.clipped_surrogate(
-            ratio, batch.advantages, epsilon=args.epsilon, epsilon_high=epsilon_high, delta=args.delta
+            ratio, batch.advantages, epsilon=epsilon, epsilon_high=epsilon_high, delta=args.delta
         )

@@ -133,10 +133,10 @@ class RoundTrainer(Trainer):
             self.metrics["train"].add_mean("step_time", time.perf_counter() - self._step_started)
         return loss
 
-    def floating_point_ops(self, inputs: Any) -> float:
+    def floating_point_ops(self, inputs: Any) -> int:
         """6 operations for each parameter and token, forward and backward."""
         tokens = sum(r.prompt.num_tokens + len(r.completion.completion_ids) for r in inputs)
-        return 6.0 * tokens * self.accelerator.unwrap_model(self.model).num_parameters(exclude_embeddings=True)
+        return 6 * tokens * self.accelerator.unwrap_model(self.model).num_parameters(exclude_embeddings=True)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Tokens are counted when a round is collected."""
@@ -154,9 +154,9 @@ class RoundTrainer(Trainer):
         return data.eval_loader(chosen, max(1, completions // self.args.generations_per_prompt(evaluating=True)))
 
     def prediction_step(
-        self, model: Any, inputs: data.EvalStep, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor, None, None]:
-        """Generate for one evaluation batch and compute its loss."""
+        """Generate for one evaluation batch (a `data.EvalStep`) and compute its loss."""
         found = self.collect(inputs.rows, inputs.row_ids, ("eval", inputs.number), "eval")
         (found,) = self.weigh([found])
         loss = torch.zeros((), device=self.accelerator.device)

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Literal
 
 Kind = Literal["mean", "min", "max", "sum"]
@@ -56,7 +56,7 @@ class Metrics:
         return columns
 
     @contextlib.contextmanager
-    def timed(self, what: str) -> Iterator[None]:
+    def timed(self, what: str) -> Generator[None]:
         """Measure the seconds that the block takes."""
         start = time.perf_counter()
         yield

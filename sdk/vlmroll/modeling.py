@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -103,7 +103,7 @@ class Reference:
             model.set_adapter(active)
 
     @contextlib.contextmanager
-    def using(self) -> Iterator[Any]:
+    def using(self) -> Generator[Any]:
         """The reference model, in eval mode, for the time of the block."""
         if self._copy is not None:
             yield self._copy
@@ -122,7 +122,7 @@ class Reference:
 
 
 @contextlib.contextmanager
-def eval_mode(model: Any) -> Iterator[None]:
+def eval_mode(model: Any) -> Generator[None]:
     """Eval mode for the time of the block, and every module's own mode back afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

@@ -52,6 +52,10 @@ def save_round(current: Round, folder: str | Path, rank: int) -> None:
     _path(folder, rank).write_text(json.dumps(content, allow_nan=False))
 
 
+def _scores(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: None if record[name] is None else tuple(record[name]) for name in _SCORES}
+
+
 def load_round(
     folder: str | Path, rank: int, *, epoch: int, number: int, rows: Mapping[int, Row], adapter: ProcessorAdapter
 ) -> Round | None:
@@ -85,7 +89,7 @@ def load_round(
             rewards=record["rewards"],
             reward=float("nan") if record["reward"] is None else record["reward"],
             advantage=record["advantage"],
-            **{name: None if record[name] is None else tuple(record[name]) for name in _SCORES},
+            **_scores(record),
         )
         for record in records
     )

@@ -38,7 +38,7 @@ class RLOOTrainer(PolicyTrainer):
         args = self.args
         level = "sum" if args.importance_sampling_level == "sequence" else "token"
         ratio = losses.importance_ratio(logprobs, old_logprobs, batch.loss_mask, level)
-        epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+        epsilon, epsilon_high = args.clip_range
         return losses.clipped_surrogate(
-            ratio, batch.advantages, epsilon=args.epsilon, epsilon_high=epsilon_high, delta=args.delta
+            ratio, batch.advantages, epsilon=epsilon, epsilon_high=epsilon_high, delta=args.delta
         )

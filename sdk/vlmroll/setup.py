@@ -55,6 +55,11 @@ def prepare(model: Any, args: PolicyConfig, processing_class: Any, peft_config: 
             chat_template_kwargs=options_dict(args.chat_template_kwargs),
             trust_remote_code=args.trust_remote_code,
         )
+    if hasattr(model.config, "vision_config") and not adapter.family.placeholder:
+        raise ValueError(
+            f"{type(model).__name__} takes pictures, but processing_class is a text tokenizer; give the model's "
+            "processor (AutoProcessor), also for rows without pictures"
+        )
     if peft_config is not None or hasattr(model, "peft_config"):
         model = add_adapter(model, peft_config, gradient_checkpointing=args.gradient_checkpointing)
     if args.disable_dropout:

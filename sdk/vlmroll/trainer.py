@@ -223,8 +223,8 @@ class PolicyTrainer(RoundTrainer):
 
     def ratio_bounds(self) -> tuple[float, float]:
         """The ratios below and above which the objective clips."""
-        args = self.args
-        return 1 - args.epsilon, 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
+        low, high = self.args.clip_range
+        return 1 - low, 1 + high
 
     def _pad(self, chunk: Sequence[Rollout]) -> PaddedBatch:
         return pad_batch(

@@ -1,12 +1,13 @@
 """Wrong use of the trainers ends in one clear sentence that names the row, the column or the option, and the fix."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tiny_models import picture, user
+from tiny_models import picture, tiny, tokenizer, user
 from training_runs import ALGORITHMS, make_trainer, rows, variety
 from vlmroll import GRPOConfig, GRPOTrainer, RLOOConfig
 
@@ -69,6 +70,12 @@ def wrong_calls() -> dict[str, tuple[Callable[[Path], Any], str]]:
         "tools": (
             lambda folder: GRPOTrainer("model", variety, GRPOConfig(str(folder)), tools=[len]),
             "not offered yet",
+        ),
+        "tokenizer for a model with pictures": (
+            lambda folder: GRPOTrainer(
+                copy.deepcopy(tiny("qwen3_vl").model), variety, GRPOConfig(str(folder)), processing_class=tokenizer()
+            ),
+            "give the model's processor",
         ),
         "no reward": (lambda folder: make_trainer("grpo", folder, reward=[]), "reward_funcs is empty"),
         "config of another algorithm": (

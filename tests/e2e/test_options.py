@@ -81,8 +81,8 @@ def test_an_adapter_that_was_trained_before_is_its_own_reference(tmp_path: Path)
 
     from vlmroll.modeling import Reference
 
-    trainer = make_trainer("grpo", tmp_path)
-    model = get_peft_model(trainer.model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    base: Any = make_trainer("grpo", tmp_path).model
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     reference = Reference(model, new_adapter=False)
     inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "mm_token_type_ids": torch.zeros(1, 3, dtype=torch.long)}
     with torch.no_grad(), eval_mode(model):
@@ -202,8 +202,14 @@ def test_a_sequence_classification_model_is_a_reward(tmp_path: Path) -> None:
 
     from tiny_models import randomise, tokenizer
 
-    size = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = Qwen3Config(vocab_size=336, num_key_value_heads=2, head_dim=16, num_labels=1, pad_token_id=0, **size)
+    size: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    config = Qwen3Config(vocab_size=336, num_key_value_heads=2, head_dim=16, pad_token_id=0, **size)
+    config.num_labels = 1
     randomise(Qwen3ForSequenceClassification(config)).save_pretrained(tmp_path / "judge")
     tokenizer().save_pretrained(tmp_path / "judge")
     trainer = make_trainer("grpo", tmp_path, reward=[str(tmp_path / "judge"), variety], reward_weights=[0.5, 2.0])

@@ -61,7 +61,7 @@ def test_a_stream_resumes(tmp_path: Path) -> None:
     check_resume("grpo", tmp_path, [1, 3, 4], data=IterableDataset.from_generator(stream))
 
 
-def test_a_run_with_dropout_and_random_rewards_resumes(tmp_path: Path) -> None:
+def test_a_run_with_random_rewards_resumes(tmp_path: Path) -> None:
     def noisy(completions: list[Any], **kwargs: Any) -> list[float]:
         return torch.rand(len(completions)).tolist()
 
@@ -88,7 +88,8 @@ def test_a_checkpoint_loads_with_plain_transformers(tmp_path: Path) -> None:
     trainer = make_trainer("grpo", tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
     trainer.train()
     loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "checkpoint-1")
+    expected = final_weights(trainer)
     for name, parameter in loaded.named_parameters():
-        assert torch.equal(parameter, trainer.model.get_parameter(name))
+        assert torch.equal(parameter, expected[name])
     assert type(AutoProcessor.from_pretrained(tmp_path / "checkpoint-1")) is type(trainer.processing_class)
     assert variety([[{"role": "assistant", "content": "aab"}]]) == [0.2]

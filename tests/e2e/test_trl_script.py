@@ -1,5 +1,6 @@
 """A script written from TRL's documentation runs when only its import line is changed."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -98,16 +99,9 @@ def test_a_script_for_trl_runs_with_its_import_line_changed(tmp_path: Path) -> N
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     paths = [str(Path(__file__).parents[2] / root) for root in ("sdk", "processors")]
-    code = f"import sys, runpy; sys.path[:0] = {paths!r}; runpy.run_path(sys.argv[0], run_name='__main__')"
     run = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"import sys; sys.argv = sys.argv[1:]; {code}",
-            str(script),
-            str(tmp_path / "model"),
-            "out",
-        ],
+        [sys.executable, str(script), str(tmp_path / "model"), "out"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -251,8 +251,12 @@ def test_equal_texts_with_different_pictures_stay_apart() -> None:
     assert prompts[0] is prompts[3]
 
 
+def by_pickle(prompt: Prompt) -> Prompt:
+    return pickle.loads(pickle.dumps(prompt))
+
+
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda prompt: pickle.loads(pickle.dumps(prompt))])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, by_pickle])
 def test_prompts_can_be_copied_and_sent_to_other_processes(copied: Callable[[Prompt], Prompt], name: str) -> None:
     prompts = encode(name) if name != "text" else adapter(name).encode([{"prompt": "which"}])
     expected = collate(prompts, pad_token_id=0).model_inputs()

@@ -211,6 +211,11 @@ def test_markers_in_a_chat_are_slots_over_all_turns() -> None:
     )
 
 
+def test_a_marker_leaves_no_empty_text_beside_its_slot() -> None:
+    messages = read_row({"prompt": turns("<image>"), "image": RED}, where="row 0").messages
+    assert messages == ({"role": "user", "content": [EMPTY]},)
+
+
 def test_markers_count_in_every_role() -> None:
     messages = [{"role": "system", "content": "as in <image>"}, {"role": "user", "content": "which"}]
     assert "system\nas in {R}<|im_end|>" in shown({"prompt": messages, "image": RED})

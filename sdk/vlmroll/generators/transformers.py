@@ -124,7 +124,7 @@ class TransformersGenerator:
         branches = self._prefill(prompts, num_generations)
         device = branches.ids.device
         generator = None if sampling.seed is None else torch.Generator(device).manual_seed(sampling.seed)
-        warp = processors(sampling, self.stop_ids, branches.ids.shape[1], str(device))
+        warp: Any = processors(sampling, self.stop_ids, branches.ids.shape[1], str(device))
         stop = torch.tensor(self.stop_ids, dtype=torch.long, device=device)
         grown = [_Growing() for _ in range(len(prompts) * num_generations)]
         for step in range(sampling.max_tokens):
