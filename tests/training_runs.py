@@ -37,7 +37,9 @@ def make_trainer(
 ) -> PolicyTrainer:
     """A trainer on a fresh copy of a tiny model, with small defaults."""
     config, trainer = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}[algorithm]
-    extra = {name: options.pop(name) for name in ("peft_config", "eval_dataset", "callbacks") if name in options}
+    extra = {
+        name: options.pop(name) for name in ("peft_config", "eval_dataset", "callbacks", "generator") if name in options
+    }
     defaults: dict[str, Any] = {
         "output_dir": str(folder),
         "per_device_train_batch_size": 4,

@@ -199,12 +199,21 @@ class RoundTrainer(Trainer):
         Checkpoints carry the hub's parameter names, which differ from the modules' for vision-language models; the
         base class would leave all of those out with no more than a warning. `from_pretrained` maps them.
         """
-        inner: Any = self.accelerator.unwrap_model(self.model if model is None else model)
-        if not hasattr(inner, "from_pretrained") or hasattr(inner, "peft_config") or self.is_fsdp_enabled:
+        if not self._load_weights(resume_from_checkpoint, self.model if model is None else model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-            return
-        saved = type(inner).from_pretrained(resume_from_checkpoint, dtype=inner.dtype)
-        inner.load_state_dict(saved.state_dict())
+
+    def _load_best_model(self) -> None:
+        """The same for `load_best_model_at_end`."""
+        if not self._load_weights(str(self.state.best_model_checkpoint), self.model):
+            super()._load_best_model()
+
+    def _load_weights(self, folder: str, model: Any) -> bool:
+        """Load a whole model's weights in place; False for adapters and sharded models, which keep module names."""
+        inner: Any = self.accelerator.unwrap_model(model)
+        if not hasattr(inner, "from_pretrained") or hasattr(inner, "peft_config") or self.is_fsdp_enabled:
+            return False
+        inner.load_state_dict(type(inner).from_pretrained(folder, dtype=inner.dtype).state_dict())
+        return True
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

@@ -93,3 +93,31 @@ def test_a_checkpoint_loads_with_plain_transformers(tmp_path: Path) -> None:
         assert torch.equal(parameter, expected[name])
     assert type(AutoProcessor.from_pretrained(tmp_path / "checkpoint-1")) is type(trainer.processing_class)
     assert variety([[{"role": "assistant", "content": "aab"}]]) == [0.2]
+
+
+def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path: Path) -> None:
+    def falling(completions: list[Any], trainer_state: Any) -> list[float]:
+        return [value - 10 * trainer_state.global_step for value in variety(completions)]
+
+    trainer = make_trainer(
+        "grpo",
+        tmp_path,
+        reward=falling,
+        eval_dataset=rows(4),
+        per_device_eval_batch_size=4,
+        max_steps=3,
+        learning_rate=0.02,
+        save_strategy="steps",
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_reward",
+    )
+    trainer.train()
+    rewards = {log["step"]: log["eval_reward"] for log in trainer.state.log_history if "eval_reward" in log}
+    assert max(rewards, key=lambda step: rewards[step]) == 1
+    expected = type(trainer.model).from_pretrained(tmp_path / "checkpoint-1")  # pyright: ignore
+    current = final_weights(trainer)
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(parameter, current[name])

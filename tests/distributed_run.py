@@ -1,0 +1,72 @@
+"""One training step whose gradients are written to a file: started alone or by torchrun, with the same global batch.
+
+python tests/distributed_run.py ALGORITHM MODEL FILE
+"""
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from training_runs import GradientRecorder, make_trainer, rows
+from vlmroll import Completion, GenerationOutput, SamplingParams
+from vlmroll_processors import Prompt
+
+
+class ByPrompt:
+    """A generator whose completions depend on the prompt alone, so that every process count samples the same."""
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, num_generations: int) -> GenerationOutput:
+        """Pseudo-random ids of the text part of the vocabulary, of different lengths."""
+        completions: list[tuple[Completion, ...]] = []
+        for prompt in prompts:
+            generator = torch.Generator().manual_seed(sum(prompt.prompt_ids))
+            group: list[Completion] = []
+            for i in range(num_generations):
+                ids = torch.randint(0, 250, (3 + i,), generator=generator).tolist()
+                group.append(Completion(completion_ids=tuple(ids), logprobs=(-1.0,) * len(ids), finish_reason="length"))
+            completions.append(tuple(group))
+        return GenerationOutput(
+            prompts=tuple(prompts),
+            prompt_ids=tuple(prompt.prompt_ids for prompt in prompts),
+            completions=tuple(completions),
+        )
+
+    def sync_weights(self, policy: Any) -> None:
+        """Nothing to take over."""
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def main(algorithm: str, model: str, file: str) -> None:
+    import os
+
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    recorder = GradientRecorder()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(
+            algorithm,
+            Path(folder),
+            model=model,
+            callbacks=[recorder],
+            generator=ByPrompt(),
+            max_grad_norm=0.0,
+            max_steps=1,
+            shuffle_dataset=False,
+            per_device_train_batch_size=8 // world_size,
+            beta=0.1,
+            data=rows(4, model),
+        )
+        trainer.train()
+    log = next(log for log in trainer.state.log_history if "reward" in log)
+    if trainer.is_world_process_zero():
+        numbers = {name: log[name] for name in ("reward", "reward_std", "completions/mean_length", "kl", "num_tokens")}
+        torch.save({"gradients": recorder.steps[0], "numbers": numbers}, file)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

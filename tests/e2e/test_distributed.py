@@ -1,0 +1,35 @@
+"""Two processes on one global batch give the gradients and the metrics of one process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from training_runs import relative_difference
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(launcher: list[str], algorithm: str, model: str, file: Path) -> dict[str, Any]:
+    """The gradients and numbers of a run of tests/distributed_run.py."""
+    paths = os.pathsep.join(str(ROOT / name) for name in ("sdk", "processors", "tests"))
+    command = [sys.executable, *launcher, str(ROOT / "tests" / "distributed_run.py"), algorithm, model, str(file)]
+    environment = {**os.environ, "PYTHONPATH": paths, "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(file)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("algorithm", "model"), [("grpo", "qwen2_5_vl"), ("rloo", "qwen2_5_vl"), ("grpo", "text")])
+def test_two_processes_give_the_gradients_of_one(algorithm: str, model: str, tmp_path: Path) -> None:
+    """The four rows hold 1, 3, 0 and 2 pictures, so the processes see different numbers of them."""
+    alone = run([], algorithm, model, tmp_path / "alone.pt")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    together = run(torchrun, algorithm, model, tmp_path / "together.pt")
+    assert relative_difference(alone["gradients"], together["gradients"]) < 1e-4
+    assert alone["numbers"] == pytest.approx(together["numbers"], rel=1e-5)
