@@ -7,6 +7,7 @@ import torch
 from vlmroll import advantages, losses
 from vlmroll.config import GRPOConfig, PolicyConfig
 from vlmroll.losses import PolicyTerm
+from vlmroll.reporting import Bounds
 from vlmroll.trainer import PolicyTrainer
 from vlmroll.types import Batch
 
@@ -29,6 +30,10 @@ class GRPOTrainer(PolicyTrainer):
         if self.args.multi_objective_aggregation == "normalize_then_sum":
             return advantages.normalise_then_sum(rewards, self.rewards.weights, num_generations)
         return advantages.group_normalised(self.rewards.total(rewards), num_generations, self.args.scale_rewards)
+
+    def ratio_bounds(self) -> Bounds:
+        """Of the clipped surrogate, or CISPO's upper bound, which is a ratio itself."""
+        return (None, self.args.clip_range[1]) if self.args.loss_type == "cispo" else super().ratio_bounds()
 
     def policy_term(self, logprobs: torch.Tensor, old_logprobs: torch.Tensor, batch: Batch) -> PolicyTerm:
         """The clipped surrogate, or CISPO's."""

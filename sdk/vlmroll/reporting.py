@@ -15,6 +15,8 @@ from vlmroll.metrics import Metrics
 from vlmroll.rollouts import sequence_kl
 from vlmroll.types import Batch, Rollout
 
+Bounds = tuple[float | None, float]
+
 
 def report_rollouts(metrics: Metrics, rollouts: Sequence[Rollout], *, kl: bool) -> None:
     """Lengths of prompts and completions, pictures, and missing rewards of this process's rollouts.
@@ -52,21 +54,24 @@ def report_rewards(
 
 
 def report_loss(
-    metrics: Metrics, term: PolicyTerm, batch: Batch, bounds: tuple[float, float], extras: Mapping[str, torch.Tensor]
+    metrics: Metrics, term: PolicyTerm, batch: Batch, bounds: Bounds, extras: Mapping[str, torch.Tensor]
 ) -> None:
     """Clipping of the ratio, and per-token extras such as entropy and KL, of one micro-batch.
 
     Args:
-        bounds: the ratio is clipped below the first and above the second.
+        bounds: the ratio is clipped below the first and above the second; without a first it is CISPO's, which only
+            has an upper bound and a metric name of its own.
         extras: [B, C] values by metric name.
     """
     mask = batch.loss_mask if term.ratio.shape[1] > 1 else batch.loss_mask.any(1, keepdim=True).long()
     count = float(mask.sum())
     advantages = batch.advantages[:, None]
-    low = ((term.ratio < bounds[0]) & (advantages < 0)).float() * mask
+    low = ((term.ratio < (bounds[0] or 0.0)) & (advantages < 0)).float() * mask
     high = ((term.ratio > bounds[1]) & (advantages > 0)).float() * mask
     counted = mask.any(1)
-    if count:
+    if count and bounds[0] is None:
+        metrics.add_mean("cispo_clip_ratio", float(high.sum()) / count, count)
+    elif count:
         metrics.add_mean("clip_ratio/low_mean", float(low.sum()) / count, count)
         metrics.add_mean("clip_ratio/high_mean", float(high.sum()) / count, count)
         metrics.add_mean("clip_ratio/region_mean", float((low + high).sum()) / count, count)

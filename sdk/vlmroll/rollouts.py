@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from vlmroll.advantages import zero_variance
@@ -136,10 +137,10 @@ def keep_high_entropy(
         if counts
     ]
     everyone: list[list[float]] = gather([mine])
-    values = torch.tensor([entropy for part in everyone for entropy in part])
-    if not len(values):
+    values = [entropy for part in everyone for entropy in part]
+    if not values:
         return [list(batch) for batch in micro_batches]
-    threshold = float(values.quantile(1 - quantile))
+    threshold = float(np.quantile(values, 1 - quantile))  # torch's quantile ends at 16 million values
     return [
         [replace(r, entropy_mask=tuple(int(entropy >= threshold) for entropy in r.entropies or ())) for r in batch]
         for batch in micro_batches

@@ -221,7 +221,7 @@ class PolicyTrainer(RoundTrainer):
         reporting.report_loss(self.metrics[mode], term, batch, self.ratio_bounds(), extras)
         return loss * self.accelerator.num_processes  # data-parallel wrappers average over processes
 
-    def ratio_bounds(self) -> tuple[float, float]:
+    def ratio_bounds(self) -> reporting.Bounds:
         """The ratios below and above which the objective clips."""
         low, high = self.args.clip_range
         return 1 - low, 1 + high

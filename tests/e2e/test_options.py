@@ -39,6 +39,16 @@ def test_a_run_logs_under_the_names_that_people_know(algorithm: str, tmp_path: P
     assert not missing
 
 
+def test_cispo_logs_its_clipping_under_its_own_name(tmp_path: Path) -> None:
+    trainer = make_trainer("grpo", tmp_path, loss_type="cispo", epsilon_high=0.5)
+    trainer.train()
+    shares = logged(
+        trainer, "cispo_clip_ratio"
+    )  # every ratio is 1, above the bound; half of the advantages is positive
+    assert all(0.1 < share < 0.9 for share in shares)
+    assert not logged(trainer, "clip_ratio/high_mean")
+
+
 def test_the_vision_tower_is_frozen_on_request(tmp_path: Path) -> None:
     trainer = make_trainer("grpo", tmp_path, freeze_vision_tower=True)
     before = weights(trainer)

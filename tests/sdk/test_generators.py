@@ -171,8 +171,8 @@ def test_processors_equal_those_of_transformers(options: dict[str, Any], tempera
         do_sample=True, temperature=temperature, eos_token_id=stops, pad_token_id=0, **{"top_k": 0, **theirs}
     )
     model._prepare_special_tokens(config, kwargs_has_attention_mask=True, device="cpu")
-    expected = model._get_logits_processor(config, input_ids_seq_length=4, device="cpu")
-    found = processors(SamplingParams(temperature=temperature, **options), stops, 4, "cpu")
+    expected: Any = model._get_logits_processor(config, input_ids_seq_length=4, device="cpu")
+    found: Any = processors(SamplingParams(temperature=temperature, **options), stops, 4, "cpu")
     assert [type(step) for step in found] == [type(step) for step in expected]
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 60, (6, 6), generator=random)
@@ -192,8 +192,9 @@ def test_greedy_takes_the_most_likely_token_whatever_the_truncation() -> None:
     """Typical sampling alone would drop it."""
     logits = torch.tensor([[3.0, *[1.0] * 8]])
     sampling = SamplingParams(temperature=0, top_k=1, top_p=0.1, min_p=1.0, extra={"typical_p": 0.3})
-    assert draw(processors(sampling, [], 1, "cpu")(torch.zeros(1, 1).long(), logits), 0, None).item() == 0
-    hot = processors(SamplingParams(extra={"typical_p": 0.3}), [], 1, "cpu")
+    cold: Any = processors(sampling, [], 1, "cpu")
+    assert draw(cold(torch.zeros(1, 1).long(), logits), 0, None).item() == 0
+    hot: Any = processors(SamplingParams(extra={"typical_p": 0.3}), [], 1, "cpu")
     assert hot(torch.zeros(1, 1).long(), logits.clone())[0, 0].isinf()
 
 

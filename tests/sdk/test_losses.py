@@ -49,7 +49,7 @@ class Options:
 
 
 GRPO_OPTIONS = [
-    Options(loss_type, level, **more)
+    Options(loss_type, level, **more)  # pyright: ignore[reportArgumentType]
     for loss_type in ("grpo", "dr_grpo", "dapo", "bnpo", "cispo")
     for level in ("token", "sequence")
     for more in (

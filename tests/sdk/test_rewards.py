@@ -296,10 +296,11 @@ def test_errors_of_a_function_come_through() -> None:
 
 
 def classifier(num_labels: int = 1) -> Any:
-    base = copy.deepcopy(tiny("text").model.config.to_dict())
+    base: dict[str, Any] = copy.deepcopy(tiny("text").model.config.to_dict())
     for key in ("id2label", "label2id", "num_labels", "architectures"):
         base.pop(key, None)
-    return randomise(Qwen3ForSequenceClassification(Qwen3Config(**base, num_labels=num_labels)))
+    base["num_labels"] = num_labels
+    return randomise(Qwen3ForSequenceClassification(Qwen3Config(**base)))
 
 
 def by_hand(model: Any, ids: Sequence[int]) -> float:

@@ -206,7 +206,7 @@ class Louder(Qwen3ForCausalLM):
     """A model that does something to its logits that its config does not tell."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward(*args, **kwargs)
+        output: Any = super().forward(*args, **kwargs)
         output.logits = output.logits * 1.5
         return output
 

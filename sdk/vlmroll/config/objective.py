@@ -45,9 +45,9 @@ class ObjectiveOptions:
     loss_type: str = option(
         "dapo",
         help="How token losses are summed up. grpo: mean over each completion, then over completions; dr_grpo: divided "
-        "by completions times max_completion_length; dapo: by the completion tokens of the optimizer step; bnpo: by "
-        "those of the micro-batch; cispo: as dapo, with clipped ratios as weights of the log-probabilities. sapo, "
-        "luspo and vespo are refused: not offered yet. RLOOConfig takes rloo alone.",
+        "by completions times max_completion_length; dapo and bnpo: by the completion tokens of the optimizer step; "
+        "cispo: as dapo, with clipped ratios as weights of the log-probabilities. sapo, luspo and vespo are refused: "
+        "not offered yet. RLOOConfig takes rloo alone.",
     )
     sapo_temperature_neg: float = option(1.05, help="Gate of SAPO for advantages up to 0.", refused=_NO_SAPO)
     sapo_temperature_pos: float = option(1.0, help="Gate of SAPO for advantages above 0.", refused=_NO_SAPO)
