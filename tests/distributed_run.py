@@ -19,6 +19,8 @@ from vlmroll_processors import Prompt
 class ByPrompt:
     """A generator whose completions depend on the prompt alone, so that every process count samples the same."""
 
+    banned_ids: frozenset[int] = frozenset()
+
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, num_generations: int) -> GenerationOutput:
         """Pseudo-random ids of the text part of the vocabulary, of different lengths."""
         completions: list[tuple[Completion, ...]] = []

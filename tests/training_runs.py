@@ -35,7 +35,7 @@ def rows(count: int, name: str = "qwen2_5_vl") -> list[dict[str, Any]]:
 def make_trainer(
     algorithm: str, folder: Path, *, model: str = "qwen2_5_vl", reward: Any = variety, data: Any = None, **options: Any
 ) -> PolicyTrainer:
-    """A trainer on a fresh copy of a tiny model, with small defaults."""
+    """A trainer on a fresh copy of a tiny model, with small defaults; `wrap` changes the model before."""
     config, trainer = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}[algorithm]
     extra = {
         name: options.pop(name) for name in ("peft_config", "eval_dataset", "callbacks", "generator") if name in options
@@ -56,8 +56,9 @@ def make_trainer(
         "use_cpu": True,
     }
     made = tiny(model)
+    wrap = options.pop("wrap", lambda base: base)
     return trainer(
-        copy.deepcopy(made.model),
+        wrap(copy.deepcopy(made.model)),
         reward,
         config(**(defaults | options)),
         train_dataset=rows(16, model) if data is None else data,

@@ -74,12 +74,13 @@ class FamilyAdapter:
         self._chat_template_kwargs = dict(chat_template_kwargs or {})
         budget = {"min_pixels": min_pixels, "max_pixels": max_pixels}
         self._budget = {name: pixels for name, pixels in budget.items() if pixels is not None}
-        self._placeholder_id: int | None = self._id_of(family.placeholder)
+        vocabulary: dict[str, int] = self.tokenizer.get_vocab()
+        self._placeholder_id = vocabulary.get(family.placeholder)
+        self._vision_ids = frozenset(vocabulary[token] for token in family.vision_tokens if token in vocabulary)
+        if own := [name for name in _OWN_TEMPLATE_KWARGS if name in self._chat_template_kwargs]:
+            raise ValueError(f"chat_template_kwargs: {own[0]} is set by the adapter; remove it")
         if family.placeholder and self._placeholder_id is None:
             raise ValueError(f"the tokenizer lacks the token {family.placeholder} of the family {family.name}")
-
-    def _id_of(self, token: str) -> int | None:
-        return self.tokenizer.get_vocab().get(token)
 
     @property
     def pad_token_id(self) -> int:
@@ -99,7 +100,7 @@ class FamilyAdapter:
     @property
     def vision_ids(self) -> frozenset[int]:
         """The family's vision tokens that the tokenizer has."""
-        return frozenset(id for token in self.family.vision_tokens if (id := self._id_of(token)) is not None)
+        return self._vision_ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of sampled ids, without special tokens."""

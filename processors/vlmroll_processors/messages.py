@@ -175,6 +175,10 @@ def _clean_part(part: object, *, where: str) -> Part:
         clean["image_url"] = url
     kind = clean.get("type")
     given = [key for key in _SOURCE_KEYS if key in clean]
+    if kind in ("text", "image", "image_url"):
+        known = ("type", "text", *_SOURCE_KEYS, *RESIZE_KEYS)
+        if strange := [key for key in clean if key not in known]:
+            raise ValueError(f"{where}: unknown key {strange[0]!r} in a part of type {kind!r}; it holds {known}")
     if kind == "text":
         if not isinstance(clean.get("text"), str):
             raise ValueError(f"{where}: a text part needs a string under 'text'")

@@ -11,7 +11,7 @@ from vlmroll.types import Rollout
 def table_rows(
     rollouts: Sequence[Rollout], texts: Sequence[str], extras: Mapping[str, Sequence[Any]], *, with_images: bool
 ) -> list[dict[str, Any]]:
-    """One row for each rollout: prompt, completion, a column for each reward, extras, advantage, pictures (PNG).
+    """One row for each rollout: row_id, prompt, completion, each reward, extras, advantage, pictures (PNG).
 
     Raises:
         ValueError: an extra column does not have one value for each rollout.
@@ -21,13 +21,18 @@ def table_rows(
             raise ValueError(
                 f"log_extra: column {column!r} has {len(values)} values for {len(rollouts)} completions; log one each"
             )
+    pictures = {
+        id(prompt): [{"bytes": _png(picture.image), "path": None} for picture in prompt.images]
+        for prompt in ({id(rollout.prompt): rollout.prompt for rollout in rollouts}.values() if with_images else ())
+    }
     rows: list[dict[str, Any]] = []
     for i, (rollout, text) in enumerate(zip(rollouts, texts, strict=True)):
-        row: dict[str, Any] = {"prompt": rollout.prompt.text, "completion": text, **rollout.rewards}
+        row: dict[str, Any] = {"row_id": rollout.row_id, "prompt": rollout.prompt.text, "completion": text}
+        row |= rollout.rewards
         row |= {column: _plain(values[i]) for column, values in extras.items()}
         row["advantage"] = rollout.advantage
         if with_images:
-            row["images"] = [{"bytes": _png(picture.image), "path": None} for picture in rollout.prompt.images]
+            row["images"] = pictures[id(rollout.prompt)]
         rows.append(row)
     return rows
 
@@ -85,7 +90,7 @@ def print_table(rows: Sequence[Mapping[str, Any]], step: int, *, limit: int | No
     from rich.text import Text
 
     if unique_prompts:
-        rows = list({row["prompt"]: row for row in reversed(rows)}.values())[::-1]
+        rows = list({row["row_id"]: row for row in reversed(rows)}.values())[::-1]
     table = Table(title=f"Step {step}", show_lines=True)
     columns = list(dict.fromkeys(column for row in rows for column in row))
     for column in columns:

@@ -6,6 +6,7 @@ picture; the trainer turns the first micro-step of a round into rollouts. So ski
 nothing, and generates nothing.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,22 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from vlmroll_processors.types import Row
+
+logger = logging.getLogger(__name__)
+
+
+class ChosenRows(Sequence[Row]):
+    """Some rows of a dataset, each read when it is asked for: a process reads its own share of a round only."""
+
+    def __init__(self, dataset: Any, row_ids: Sequence[int]) -> None:
+        self._dataset = dataset
+        self._row_ids = row_ids
+
+    def __len__(self) -> int:
+        return len(self._row_ids)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._dataset[self._row_ids[index]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +76,10 @@ def _too_small(num_rows: int, prompts_per_round: int) -> ValueError:
 
 
 class RoundSampler(Sampler[list[MicroStep]]):
-    """Micro-steps over a dataset with a length. Rows that do not fill a round are left for another epoch's order.
+    """Micro-steps over a dataset with a length.
+
+    Rows that do not fill a last round are left out of the epoch: with `shuffle` others in each epoch, else always the
+    last ones, which is warned of.
 
     Raises:
         ValueError: the dataset has fewer rows than one round needs.
@@ -69,6 +89,8 @@ class RoundSampler(Sampler[list[MicroStep]]):
         self.num_rounds = num_rows // schedule.prompts_per_round
         if self.num_rounds == 0:
             raise _too_small(num_rows, schedule.prompts_per_round)
+        if (left := num_rows % schedule.prompts_per_round) and not schedule.shuffle:
+            logger.warning("the last %d rows do not fill a generation round and are never trained on", left)
         self._num_rows = num_rows
         self._schedule = schedule
         self.epoch = 0

@@ -19,6 +19,7 @@ from vlmroll.completions import print_table, write_parquet
 from vlmroll.config import PolicyConfig
 from vlmroll.generators import Generator
 from vlmroll.metrics import Metrics
+from vlmroll.modeling import load_adapter
 from vlmroll.resume import Round, load_round, save_round
 from vlmroll.types import Rollout
 from vlmroll_processors import ProcessorAdapter
@@ -35,21 +36,19 @@ class RoundTrainer(Trainer):
     adapter: ProcessorAdapter
     generator: Generator
 
-    def start_rounds(self) -> None:
-        """Set the state of rounds and logs to their beginning."""
+    def __init__(self, **options: Any) -> None:
         self.metrics = {mode: Metrics(type(self).__name__) for mode in ("train", "eval")}
         self.table: dict[str, list[dict[str, Any]]] = {"train": [], "eval": []}
         self._round: Round | None = None
         self._resumed_from: str | None = None
         self._micro_steps_left = 0
         self._step_started = 0.0
+        self._random_states_loaded = False
+        self._evaluating: str | None = None
+        super().__init__(**options)
 
     def collect(self, rows: Sequence[Row], row_ids: Sequence[int], seed: tuple[Any, ...], mode: str) -> list[Rollout]:
         """This process's rollouts of one round of rows, ready to train on."""
-        raise NotImplementedError
-
-    def objective_name(self) -> str:
-        """Which normaliser the step's loss has, see `vlmroll.losses.token_weights`."""
         raise NotImplementedError
 
     # Training.
@@ -63,7 +62,7 @@ class RoundTrainer(Trainer):
             prompts_per_round=args.generation_batch_size // args.num_generations,
             micro_steps_per_round=args.steps_per_generation * args.num_iterations,
             shuffle=args.shuffle_dataset,
-            seed=args.seed,
+            seed=args.seed if args.data_seed is None else args.data_seed,
         )
         if self.train_dataset is None:
             raise ValueError("training needs a train_dataset")
@@ -88,13 +87,13 @@ class RoundTrainer(Trainer):
     def _micro_batch(self, step: data.MicroStep) -> list[Rollout]:
         size = self.args.per_device_train_batch_size
         if self._round is None or (self._round.epoch, self._round.number) != (step.epoch, step.round):
-            rows = step.rows or [self.train_dataset[i] for i in step.row_ids]  # pyright: ignore
+            rows = step.rows or data.ChosenRows(self.train_dataset, step.row_ids)
             self._round = self._saved_round(step, rows) or self._new_round(step, rows)
         start = step.index * size % len(self._round.rollouts)
         return list(self._round.rollouts[start : start + size])
 
     def _new_round(self, step: data.MicroStep, rows: Sequence[Row]) -> Round:
-        self.generator.sync_weights(self.model)
+        self.sync_generator("train")
         found = self.collect(rows, step.row_ids, ("train", step.epoch, step.round), "train")
         return Round(epoch=step.epoch, number=step.round, rollouts=tuple(found))
 
@@ -103,9 +102,16 @@ class RoundTrainer(Trainer):
         if self._resumed_from is None:
             return None
         folder, self._resumed_from = self._resumed_from, None
-        by_id = dict(zip(step.row_ids, rows, strict=True))
         rank = self.accelerator.process_index
-        found = load_round(folder, rank, epoch=step.epoch, number=step.round, rows=by_id, adapter=self.adapter)
+        place = {row_id: i for i, row_id in enumerate(step.row_ids)}
+        found = load_round(
+            folder,
+            rank,
+            epoch=step.epoch,
+            number=step.round,
+            row_of=lambda row_id: rows[place[row_id]],
+            adapter=self.adapter,
+        )
         if found is None and step.index > 0:
             raise ValueError(f"{folder} was made inside a generation round but lacks its rollouts; resume from another")
         return found
@@ -117,7 +123,7 @@ class RoundTrainer(Trainer):
             batches = rollouts.keep_high_entropy(batches, args.top_entropy_quantile, gather_object)
         return rollouts.weigh(
             batches,
-            loss_type=self.objective_name(),
+            loss_type=args.loss_type,
             max_completion_length=args.max_completion_length,
             gather=gather_object,
         )
@@ -153,6 +159,26 @@ class RoundTrainer(Trainer):
         completions = self.args.per_device_eval_batch_size * self.accelerator.num_processes
         return data.eval_loader(chosen, max(1, completions // self.args.generations_per_prompt(evaluating=True)))
 
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Generate for the evaluation rows, score, and log under the prefix; see `transformers.Trainer.evaluate`."""
+        outer, self._evaluating = self._evaluating, metric_key_prefix
+        try:
+            self.sync_generator("eval")
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        finally:
+            self._evaluating = outer
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: a policy has no labels to predict."""
+        raise TypeError("a policy trainer does not predict; call evaluate, or generator.generate for completions")
+
+    def sync_generator(self, mode: str) -> None:
+        """Hand the current weights to the generator."""
+        with self.metrics[mode].timed("sync_weights"):
+            self.generator.sync_weights(self.model)
+
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor, None, None]:
@@ -169,13 +195,14 @@ class RoundTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the collected metrics to a log line, and show and write the completions table."""
-        mode = "eval" if any(name.startswith("eval_") for name in logs) else "train"
-        prefix = "eval_" if mode == "eval" else ""
+        mode = "train" if self._evaluating is None else "eval"
+        prefix = "" if self._evaluating is None else f"{self._evaluating}_"
         logs |= {f"{prefix}{name}": value for name, value in self.metrics[mode].flush(gather_object).items()}
         if mode == "train":
             logs["num_tokens"] = float(self.state.num_input_tokens_seen)
         super().log(logs, start_time)
-        rows, self.table[mode] = self.table[mode], []
+        rows: list[dict[str, Any]] = gather_object(self.table[mode]) if self.args.log_completions else []
+        self.table[mode] = []
         if rows and self.is_world_process_zero():
             folder = Path(str(self.args.output_dir)) / f"{prefix}completions"
             write_parquet(rows, folder, self.state.global_step)
@@ -197,7 +224,8 @@ class RoundTrainer(Trainer):
         """Load weights the way they were saved.
 
         Checkpoints carry the hub's parameter names, which differ from the modules' for vision-language models; the
-        base class would leave all of those out with no more than a warning. `from_pretrained` maps them.
+        base class would leave all of those out with no more than a warning. `from_pretrained` maps them. Of a
+        checkpoint with several adapters it would load all but the one that is trained.
         """
         if not self._load_weights(resume_from_checkpoint, self.model if model is None else model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -208,11 +236,14 @@ class RoundTrainer(Trainer):
             super()._load_best_model()
 
     def _load_weights(self, folder: str, model: Any) -> bool:
-        """Load a whole model's weights in place; False for adapters and sharded models, which keep module names."""
+        """Load the weights of a model of transformers, or its trained adapter, in place; False for other modules."""
         inner: Any = self.accelerator.unwrap_model(model)
-        if not hasattr(inner, "from_pretrained") or hasattr(inner, "peft_config") or self.is_fsdp_enabled:
+        if hasattr(inner, "peft_config"):
+            load_adapter(inner, folder)
+        elif hasattr(inner, "from_pretrained"):
+            inner.load_state_dict(type(inner).from_pretrained(folder, dtype=inner.dtype).state_dict())
+        else:
             return False
-        inner.load_state_dict(type(inner).from_pretrained(folder, dtype=inner.dtype).state_dict())
         return True
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -60,7 +60,11 @@ class Metrics:
         """Measure the seconds that the block takes."""
         start = time.perf_counter()
         yield
-        self.add_mean(f"profiling/Time taken: {self._owner}.{what}", time.perf_counter() - start)
+        self.add_time(what, time.perf_counter() - start)
+
+    def add_time(self, what: str, seconds: float) -> None:
+        """Add the seconds that something took."""
+        self.add_mean(f"profiling/Time taken: {self._owner}.{what}", seconds)
 
     def flush(self, gather: Gather) -> dict[str, float]:
         """The values over all processes; starts anew.

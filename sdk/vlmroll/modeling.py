@@ -20,7 +20,8 @@ def load_model(model: str, options: Mapping[str, Any] | None = None, *, trust_re
     """
     import transformers
 
-    options = {"dtype": torch.float32, **(options or {})}
+    options = dict(options or {})
+    options.setdefault("dtype", options.pop("torch_dtype", torch.float32))  # the name that transformers had before
     if isinstance(options["dtype"], str) and options["dtype"] != "auto":
         options["dtype"] = getattr(torch, options["dtype"])
     config = transformers.AutoConfig.from_pretrained(
@@ -54,11 +55,27 @@ def add_adapter(model: Any, peft_config: Any, *, gradient_checkpointing: bool) -
     return model
 
 
+def load_adapter(model: Any, folder: str) -> None:
+    """Load the weights of a PEFT model's active adapter, as `save_pretrained` wrote them, in place.
+
+    Raises:
+        ValueError: the folder's adapter has other weights.
+    """
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    found = set_peft_model_state_dict(model, load_peft_weights(folder), adapter_name=model.active_adapter)
+    if found.unexpected_keys:
+        raise ValueError(f"{folder} holds another adapter: unexpected weights such as {found.unexpected_keys[0]}")
+
+
 def disable_dropout(model: Any) -> None:
-    """Set the probability of every dropout module to 0."""
+    """Set every dropout to 0: that of dropout modules, and that which attention layers hold as a number."""
     for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):  # pyright: ignore[reportPrivateUsage]
             module.p = 0.0
+        for name, value in vars(module).items():
+            if name.endswith("dropout") and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 def freeze_vision_tower(model: Any, names: Sequence[str]) -> int:
@@ -86,21 +103,25 @@ class Reference:
     Args:
         model: the policy before training.
         new_adapter: whether its adapter was made for this run.
+        device: where a copy of the model is put.
     """
 
-    def __init__(self, model: Any, *, new_adapter: bool) -> None:
+    def __init__(self, model: Any, *, new_adapter: bool, device: torch.device | str = "cpu") -> None:
         self._policy = model if hasattr(model, "peft_config") else None
-        self._copy = None if self._policy is not None else copy.deepcopy(model).eval().requires_grad_(False)
+        self._copy: Any = None
         self._adapter: str | None = None
-        if self._policy is not None and not new_adapter:
+        if self._policy is None:
+            self._copy = copy.deepcopy(model).to(device).eval().requires_grad_(False)
+        elif not new_adapter:
             self._adapter = "ref"
             active = model.active_adapter
-            model.add_adapter("ref", model.peft_config[active])
-            with torch.no_grad():
-                for name, parameter in list(model.named_parameters()):
-                    if f".{active}." in name:
-                        model.get_parameter(name.replace(f".{active}.", ".ref.")).copy_(parameter)
-            model.set_adapter(active)
+            with _same_trainable(model):
+                model.add_adapter("ref", model.peft_config[active])
+                with torch.no_grad():
+                    for name, parameter in list(model.named_parameters()):
+                        if f".{active}." in name:
+                            model.get_parameter(name.replace(f".{active}.", ".ref.")).copy_(parameter)
+                model.set_adapter(active)
 
     @contextlib.contextmanager
     def using(self) -> Generator[Any]:
@@ -109,16 +130,28 @@ class Reference:
             yield self._copy
             return
         policy: Any = self._policy
-        if self._adapter is None:
-            with policy.disable_adapter():
+        with _same_trainable(policy):
+            if self._adapter is None:
+                with policy.disable_adapter():
+                    yield policy
+                return
+            active = policy.active_adapter
+            policy.set_adapter(self._adapter)
+            try:
                 yield policy
-            return
-        active = policy.active_adapter
-        policy.set_adapter(self._adapter)
-        try:
-            yield policy
-        finally:
-            policy.set_adapter(active)
+            finally:
+                policy.set_adapter(active)
+
+
+@contextlib.contextmanager
+def _same_trainable(model: Any) -> Generator[None]:
+    """What is trainable before the block is so after it, and nothing else; switching adapters would set all of them."""
+    trainable = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    try:
+        yield
+    finally:
+        for parameter in model.parameters():
+            parameter.requires_grad_(id(parameter) in trainable)
 
 
 @contextlib.contextmanager

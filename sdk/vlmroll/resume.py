@@ -6,7 +6,7 @@ dataset rows, which gives the same values.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,12 +57,12 @@ def _scores(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_round(
-    folder: str | Path, rank: int, *, epoch: int, number: int, rows: Mapping[int, Row], adapter: ProcessorAdapter
+    folder: str | Path, rank: int, *, epoch: int, number: int, row_of: Callable[[int], Row], adapter: ProcessorAdapter
 ) -> Round | None:
     """The round saved in a checkpoint, or None when the checkpoint holds another round or none.
 
     Args:
-        rows: the round's dataset rows by number.
+        row_of: a row's number -> the dataset row.
         adapter: encodes the prompts again.
     """
     path = _path(folder, rank)
@@ -73,7 +73,8 @@ def load_round(
         return None
     records: Sequence[dict[str, Any]] = content["rollouts"]
     row_ids = list(dict.fromkeys(record["row_id"] for record in records))
-    prompts = dict(zip(row_ids, adapter.encode([rows[i] for i in row_ids], row_ids), strict=True))
+    rows = {row_id: row_of(row_id) for row_id in row_ids}
+    prompts = dict(zip(row_ids, adapter.encode(list(rows.values()), row_ids), strict=True))
     rollouts = tuple(
         Rollout(
             prompt=prompts[record["row_id"]],

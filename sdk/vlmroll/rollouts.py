@@ -3,14 +3,13 @@
 All of it works on lists of `Rollout` and on plain numbers gathered from all processes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from vlmroll.advantages import zero_variance
 from vlmroll.generators.base import Generator
 from vlmroll.losses import token_weights
 from vlmroll.types import Completion, Rollout, SamplingParams
@@ -53,7 +52,9 @@ def generate_shares(
     completions: list[tuple[Completion, ...]] = [()] * len(shares)
     for count in sorted({share.count for share in shares}):
         chosen = [i for i, share in enumerate(shares) if share.count == count]
-        output = generator.generate([prompts[i] for i in chosen], sampling, count)
+        # Calls of one round must not draw the same random numbers.
+        seed = None if sampling.seed is None else sampling.seed + count
+        output = generator.generate([prompts[i] for i in chosen], replace(sampling, seed=seed), count)
         for i, group in zip(chosen, output.completions, strict=True):
             completions[i] = group
     return completions
@@ -65,8 +66,19 @@ def assemble(
     completions: Sequence[tuple[Completion, ...]],
     rows: Sequence[Row],
     row_ids: Sequence[int],
+    banned_ids: Container[int] = (),
 ) -> list[Rollout]:
-    """One rollout for each completion, siblings side by side. `rows` and `row_ids` belong to the shares."""
+    """One rollout for each completion, siblings side by side. `rows` and `row_ids` belong to the shares.
+
+    Raises:
+        ValueError: a completion holds an id that must not be sampled.
+    """
+    for group, row_id in zip(completions, row_ids, strict=True):
+        if found := [i for completion in group for i in completion.completion_ids if i in banned_ids]:
+            raise ValueError(
+                f"row {row_id}: the generator sampled the id {found[0]}, which stands for a picture or is banned; it "
+                "must forbid the adapter's vision_ids"
+            )
     return [
         Rollout(prompt=prompt, completion=completion, row=row, row_id=row_id, group=share.group)
         for share, prompt, group, row, row_id in zip(shares, prompts, completions, rows, row_ids, strict=True)
@@ -85,10 +97,11 @@ def with_scores(rollouts: Sequence[Rollout], **scores: torch.Tensor | None) -> l
 
 
 def sequence_kl(rollout: Rollout) -> float:
-    """The summed log ratio of policy and reference (k1); 0 without a reference."""
+    """The log ratio of policy and reference (k1), summed over counted tokens; 0 without a reference."""
     if rollout.old_logprobs is None or rollout.ref_logprobs is None:
         return 0.0
-    return sum(rollout.old_logprobs) - sum(rollout.ref_logprobs)
+    scores = zip(rollout.old_logprobs, rollout.ref_logprobs, rollout.counted, strict=True)
+    return sum(old - ref for old, ref, counts in scores if counts)
 
 
 def with_advantages(rollouts: Sequence[Rollout], rewards: torch.Tensor, advantages: torch.Tensor) -> list[Rollout]:
@@ -99,19 +112,12 @@ def with_advantages(rollouts: Sequence[Rollout], rewards: torch.Tensor, advantag
     ]
 
 
-def with_loss_masks(rollouts: Sequence[Rollout], *, drop: Sequence[bool], mask_truncated: bool) -> list[Rollout]:
-    """Take dropped rollouts, and truncated ones when asked, out of the loss and of its normaliser."""
+def leave_out(rollouts: Sequence[Rollout], which: Sequence[bool]) -> list[Rollout]:
+    """Take the rollouts that `which` marks out of the loss and of its normaliser."""
     return [
-        replace(rollout, loss_mask=(0,) * len(rollout.completion.completion_ids))
-        if dropped or (mask_truncated and rollout.completion.finish_reason == "length")
-        else rollout
-        for rollout, dropped in zip(rollouts, drop, strict=True)
+        replace(rollout, loss_mask=(0,) * len(rollout.completion.completion_ids)) if out else rollout
+        for rollout, out in zip(rollouts, which, strict=True)
     ]
-
-
-def groups_to_drop(rewards: torch.Tensor, num_generations: int, *, enabled: bool) -> list[bool]:
-    """For each rollout of the round whether its group has no reward variance and is to be left out."""
-    return zero_variance(rewards, num_generations).tolist() if enabled else [False] * len(rewards)
 
 
 def weigh(
@@ -133,7 +139,7 @@ def keep_high_entropy(
         entropy
         for batch in micro_batches
         for rollout in batch
-        for entropy, counts in zip(rollout.entropies or (), _loss_mask(rollout), strict=True)
+        for entropy, counts in zip(rollout.entropies or (), rollout.counted, strict=True)
         if counts
     ]
     everyone: list[list[float]] = gather([mine])
@@ -145,7 +151,3 @@ def keep_high_entropy(
         [replace(r, entropy_mask=tuple(int(entropy >= threshold) for entropy in r.entropies or ())) for r in batch]
         for batch in micro_batches
     ]
-
-
-def _loss_mask(rollout: Rollout) -> Sequence[int]:
-    return rollout.loss_mask if rollout.loss_mask is not None else (1,) * len(rollout.completion.completion_ids)

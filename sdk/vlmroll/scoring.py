@@ -50,7 +50,8 @@ class Head:
 
     def logits(self, hidden: Float[torch.Tensor, "*batch H"]) -> Float[torch.Tensor, "*batch V"]:
         """The model's logits in float32."""
-        logits = self.project(hidden).float() * self.scale
+        logits = self.project(hidden).float()
+        logits = logits if self.scale == 1 else logits * self.scale
         return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
 
 
@@ -78,10 +79,12 @@ def check_head(model: Any, batch: PaddedBatch, tolerance: float = 1e-3) -> None:
         ValueError: the model does something to its logits that `head_of` does not know.
     """
     head = head_of(model)
-    with torch.no_grad():
+    # Accelerate patches autocast into `forward`; both sides must run in the same precision, the weights' own.
+    forward = getattr(model, "_original_forward", model)
+    with torch.no_grad(), torch.autocast(batch.input_ids.device.type, enabled=False):
         hidden = head.backbone(**batch.model_inputs(), use_cache=False).last_hidden_state[:, -1:]
         ours = head.logits(hidden)
-        theirs = model(**batch.model_inputs(), use_cache=False, logits_to_keep=1).logits
+        theirs = forward(**batch.model_inputs(), use_cache=False, logits_to_keep=1).logits
     difference = float((ours - theirs).abs().max())
     tolerance = max(tolerance, 4 * torch.finfo(theirs.dtype).eps)
     if not difference <= tolerance * max(1.0, float(theirs.abs().max())):
@@ -95,7 +98,7 @@ def token_logprobs(
     logits: Float[torch.Tensor, "N V"], ids: Int[torch.Tensor, " N"], temperature: float
 ) -> Float[torch.Tensor, " N"]:
     """Log-probability of each id under `softmax(logits / temperature)`."""
-    scaled = logits / temperature
+    scaled = logits if temperature == 1 else logits / temperature
     return scaled.gather(-1, ids[:, None])[:, 0] - scaled.logsumexp(-1)
 
 
@@ -137,8 +140,9 @@ def policy_logprobs(
     def score(hidden: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = head.logits(hidden)
         logits[:, list(banned_ids)] = float("-inf")
-        entropy = _entropy(logits, temperature) if with_entropy else ids.new_zeros(ids.shape, dtype=torch.float32)
-        return token_logprobs(logits, ids, temperature), entropy
+        logprobs = token_logprobs(logits, ids, temperature)
+        # Entropy comes last: computing again for the backward pass ends where the last needed value is made.
+        return logprobs, _entropy(logits, temperature) if with_entropy else torch.zeros_like(logprobs)
 
     pieces = [
         checkpoint(score, piece, piece_ids, use_reentrant=False) if torch.is_grad_enabled() else score(piece, piece_ids)
@@ -179,25 +183,30 @@ def pad_batch(
 def make_batch(
     rollouts: Sequence[Rollout], *, pad_token_id: int, device: torch.device | str, pad_to_multiple_of: int | None = None
 ) -> Batch:
-    """The tensors of one micro-batch on a device."""
+    """The tensors of one micro-batch on a device.
+
+    Raises:
+        ValueError: some of the rollouts have scores that the others lack.
+    """
     padded = pad_batch(rollouts, pad_token_id=pad_token_id, device=device, pad_to_multiple_of=pad_to_multiple_of)
     width = padded.completion_mask.shape[1]
 
-    def column(values: Sequence[Sequence[float] | None], dtype: torch.dtype) -> torch.Tensor | None:
-        if any(value is None for value in values):
+    def column(name: str, dtype: torch.dtype) -> torch.Tensor | None:
+        values = [getattr(rollout, name) for rollout in rollouts]
+        if all(value is None for value in values):
             return None
-        rows = [torch.tensor(value, dtype=dtype) for value in values]
-        return pad(rows, 0, to=width).to(device)
+        if any(value is None for value in values):
+            raise ValueError(f"some rollouts of the batch have {name} and some have none; score all or none of them")
+        return pad([torch.tensor(value, dtype=dtype) for value in values], 0, to=width).to(device)
 
-    loss_mask = [r.loss_mask if r.loss_mask is not None else (1,) * len(r.completion.completion_ids) for r in rollouts]
-    mask = column(loss_mask, torch.long)
+    mask = column("counted", torch.long)
     assert mask is not None
     return Batch(
         padded=padded,
         loss_mask=mask,
-        entropy_mask=column([rollout.entropy_mask for rollout in rollouts], torch.long),
+        entropy_mask=column("entropy_mask", torch.long),
         advantages=torch.tensor([rollout.advantage for rollout in rollouts], dtype=torch.float32, device=device),
         loss_weights=torch.tensor([rollout.loss_weight for rollout in rollouts], dtype=torch.float32, device=device),
-        old_logprobs=column([rollout.old_logprobs for rollout in rollouts], torch.float32),
-        ref_logprobs=column([rollout.ref_logprobs for rollout in rollouts], torch.float32),
+        old_logprobs=column("old_logprobs", torch.float32),
+        ref_logprobs=column("ref_logprobs", torch.float32),
     )

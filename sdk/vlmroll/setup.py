@@ -2,6 +2,7 @@
 
 import difflib
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -45,7 +46,11 @@ def prepare(model: Any, args: PolicyConfig, processing_class: Any, peft_config: 
         model = load_model(model, options_dict(args.model_init_kwargs), trust_remote_code=args.trust_remote_code)
     elif args.model_init_kwargs:
         raise ValueError("model_init_kwargs is for a model given by name; load the model with them yourself")
+    refuse_sharding(args)
     if isinstance(processing_class, FamilyAdapter):
+        own = {name: getattr(args, name) for name in ("min_pixels", "max_pixels", "chat_template_kwargs")}
+        if given := [name for name, value in own.items() if value is not None]:
+            raise ValueError(f"{given[0]} is set and processing_class is an adapter too; give it to load_adapter")
         adapter = processing_class
     else:
         adapter = load_adapter(
@@ -54,6 +59,7 @@ def prepare(model: Any, args: PolicyConfig, processing_class: Any, peft_config: 
             max_pixels=args.max_pixels,
             chat_template_kwargs=options_dict(args.chat_template_kwargs),
             trust_remote_code=args.trust_remote_code,
+            revision=options_dict(args.model_init_kwargs).get("revision"),
         )
     if hasattr(model.config, "vision_config") and not adapter.family.placeholder:
         raise ValueError(
@@ -69,11 +75,24 @@ def prepare(model: Any, args: PolicyConfig, processing_class: Any, peft_config: 
     if adapter.family.placeholder and args.ddp_find_unused_parameters is None:
         # A micro-batch of text rows leaves the vision tower without gradients.
         args.ddp_find_unused_parameters = True
-    reference = Reference(model, new_adapter=peft_config is not None) if args.beta else None
+    new_adapter = peft_config is not None
+    reference = Reference(model, new_adapter=new_adapter, device=args.device) if args.beta else None
     return Parts(model=model, adapter=adapter, reference=reference)
 
 
-def reward_functions(reward_funcs: Any, tokenizers: Any, *, device: torch.device) -> list[RewardFunc]:
+def refuse_sharding(args: PolicyConfig) -> None:
+    """Refuse FSDP and DeepSpeed, where neither generating nor scoring parts of a model was tried yet.
+
+    Raises:
+        ValueError: says what works.
+    """
+    launched = [name for name in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{name}") == "true"]
+    launched += [name for name in ("fsdp", "deepspeed") if getattr(args, name)]
+    if launched:
+        raise ValueError(f"{launched[0]}: sharded training is not offered yet; launch with data parallelism (DDP)")
+
+
+def reward_functions(reward_funcs: Any, tokenizers: Any, args: PolicyConfig) -> list[RewardFunc]:
     """Reward functions as a list, with models wrapped.
 
     Args:
@@ -89,7 +108,7 @@ def reward_functions(reward_funcs: Any, tokenizers: Any, *, device: torch.device
     if len(classes) != len(given):
         raise ValueError(f"reward_processing_classes has {len(classes)} entries for {len(given)} reward functions")
     return [
-        ModelReward(reward, tokenizer, device=device)
+        ModelReward(reward, tokenizer, device=args.device, trust_remote_code=args.trust_remote_code)
         if isinstance(reward, str | torch.nn.Module)
         else cast("RewardFunc", reward)
         for reward, tokenizer in zip(given, classes, strict=True)
@@ -114,11 +133,6 @@ def refuse_options(trainer: str, given: Mapping[str, Any], known: Sequence[str])
 def options_dict(value: Any) -> dict[str, Any]:
     """An option that holds keyword arguments, as a dict; None means none."""
     return dict(cast("Mapping[str, Any]", value)) if value else {}
-
-
-def as_int(value: Any) -> int | None:
-    """An option that is a number or nothing."""
-    return None if value is None else int(value)
 
 
 def derive_seed(*parts: Any) -> int:

@@ -8,6 +8,7 @@ the rollouts are a list, which the loop (`vlmroll.loop`) cuts; each knows its sh
 step, so the cut never changes the gradient.
 """
 
+import time
 from collections.abc import Sequence
 from functools import partial
 from inspect import signature
@@ -17,9 +18,11 @@ import torch
 from accelerate.utils import gather_object
 
 from vlmroll import losses, reporting, rollouts, setup
+from vlmroll.advantages import zero_variance
 from vlmroll.completions import table_rows
 from vlmroll.config import PolicyConfig
 from vlmroll.generators import Generator, TransformersGenerator
+from vlmroll.generators.sampling import check_extra
 from vlmroll.loop import RoundTrainer
 from vlmroll.losses import PolicyTerm
 from vlmroll.metrics import Metrics
@@ -40,7 +43,7 @@ class PolicyTrainer(RoundTrainer):
         args: the options.
         train_dataset, eval_dataset: rows with the column `prompt`, and `image` or `images` where there are pictures: a
             dataset of `datasets`, a stream, or a list of rows.
-        processing_class: processor, tokenizer or adapter; by default the one saved with the model.
+        processing_class: processor, tokenizer, or what `load_adapter` returns; by default the one saved with the model.
         reward_processing_classes: tokenizers of the reward models.
         callbacks, optimizers: as in `transformers.Trainer`.
         peft_config: makes an adapter that is trained in the model's place.
@@ -74,13 +77,14 @@ class PolicyTrainer(RoundTrainer):
         args = self.config_class() if args is None else args
         if not isinstance(args, self.config_class):
             raise TypeError(f"{name} takes args of {self.config_class.__name__}, got {type(args).__name__}")
+        if generator is None:
+            check_extra(setup.options_dict(args.generation_kwargs))
         parts = setup.prepare(model, args, processing_class, peft_config)
         self.adapter, self.reference = parts.adapter, parts.reference
-        functions = setup.reward_functions(reward_funcs, reward_processing_classes, device=args.device)
+        functions = setup.reward_functions(reward_funcs, reward_processing_classes, args)
         self.rewards = RewardSuite(functions, args.reward_weights)
         self.generator = TransformersGenerator(parts.model, parts.adapter) if generator is None else generator
         self._head_checked = False
-        self.start_rounds()
         super().__init__(
             model=parts.model,
             args=args,
@@ -99,10 +103,6 @@ class PolicyTrainer(RoundTrainer):
         """The objective's loss for each token or row, without KL."""
         raise NotImplementedError
 
-    def objective_name(self) -> str:
-        """The objective's name, which decides the normaliser of a step's loss."""
-        return self.args.loss_type
-
     # A round: rows to rollouts.
 
     def collect(self, rows: Sequence[Row], row_ids: Sequence[int], seed: tuple[Any, ...], mode: str) -> list[Rollout]:
@@ -114,12 +114,14 @@ class PolicyTrainer(RoundTrainer):
         rows, row_ids = [rows[share.group] for share in shares], [row_ids[share.group] for share in shares]
         with metrics.timed("encode"):
             prompts = self.adapter.encode(rows, row_ids)
-        with metrics.timed("transformers.generate"):
+        with metrics.timed("transformers.generate"), self.accelerator.autocast():
             completions = rollouts.generate_shares(self.generator, prompts, self._sampling(seed), shares)
-        found = rollouts.assemble(shares, prompts, completions, rows, row_ids)
+        found = rollouts.assemble(shares, prompts, completions, rows, row_ids, self.generator.banned_ids)
         texts = [self.adapter.decode(rollout.completion.completion_ids) for rollout in found]
         with metrics.timed("_calculate_rewards"):
             found = self.rewards.score(found, texts, self.state, metrics)
+        if self.args.mask_truncated_completions:
+            found = rollouts.leave_out(found, [r.completion.finish_reason == "length" for r in found])
         with metrics.timed("_get_per_token_logps_and_entropies"):
             found = self._rescore(found)
         found = self._with_advantages(found, num_generations, metrics)
@@ -139,17 +141,20 @@ class PolicyTrainer(RoundTrainer):
             extra=setup.options_dict(args.generation_kwargs),
         )
 
-    def _rescore(self, found: Sequence[Rollout]) -> list[Rollout]:
+    def _rescore(self, found: list[Rollout]) -> list[Rollout]:
         """Score under the policy as it is now and under the reference, where the objective needs it.
 
         The policy's scores are not needed when every micro-batch of the round is trained on before the weights change:
         then they are what the training pass itself computes.
         """
         args = self.args
-        period = (args.steps_per_generation or 1) * args.num_iterations
+        assert args.steps_per_generation is not None
+        period = args.steps_per_generation * args.num_iterations
         entropy = args.top_entropy_quantile < 1
         kl_in_reward = self.reference is not None and not self.kl_in_loss
         policy = entropy or kl_in_reward or args.gradient_accumulation_steps % period != 0
+        if not policy and self.reference is None:
+            return found
         scored: list[Rollout] = []
         for start in range(0, len(found), args.per_device_train_batch_size):
             chunk = list(found[start : start + args.per_device_train_batch_size])
@@ -174,11 +179,11 @@ class PolicyTrainer(RoundTrainer):
         total = self.rewards.total(each)
         advantages = self.compute_advantages(each, all_kl, num_generations)
         reporting.report_rewards(metrics, self.rewards.names, each, total, num_generations)
-        drop = rollouts.groups_to_drop(total, num_generations, enabled=self.args.drop_zero_variance_groups)
         first = sum(len(part) for part, _ in everyone[: self.accelerator.process_index])
         here = slice(first, first + len(found))
-        kept = rollouts.with_loss_masks(found, drop=drop[here], mask_truncated=self.args.mask_truncated_completions)
-        return rollouts.with_advantages(kept, total[here], advantages[here])
+        if self.args.drop_zero_variance_groups:
+            found = rollouts.leave_out(found, zero_variance(total, num_generations)[here].tolist())
+        return rollouts.with_advantages(found, total[here], advantages[here])
 
     def _report(self, found: Sequence[Rollout], texts: Sequence[str], mode: str) -> None:
         metrics = self.metrics[mode]
@@ -189,7 +194,8 @@ class PolicyTrainer(RoundTrainer):
         extras = metrics.take_columns()
         if self.args.log_completions:
             rows = table_rows(found, texts, extras, with_images=self.args.log_multimodal)
-            self.table[mode].extend(gather_object(rows))
+            # Of training the last round is shown, of evaluation all rows.
+            self.table[mode] = rows if mode == "train" else self.table[mode] + rows
 
     # A micro-batch: rollouts to loss.
 
@@ -199,26 +205,25 @@ class PolicyTrainer(RoundTrainer):
         """The share of some rollouts in the loss of the optimizer step."""
         if return_outputs:
             raise ValueError("a policy's loss comes without model outputs; call policy_logprobs for them")
-        args = self.args
-        batch = make_batch(
-            inputs,
-            pad_token_id=self.adapter.pad_token_id,
-            device=self.accelerator.device,
-            pad_to_multiple_of=setup.as_int(args.pad_to_multiple_of),
-        )
+        args, metrics = self.args, self.metrics["train" if model.training else "eval"]
+        started = time.perf_counter()
+        batch = make_batch(inputs, **self._padding)
         scores = self._score(model, batch.padded, with_entropy=True)
-        old_logprobs = scores.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        term = self.policy_term(scores.logprobs, old_logprobs, batch)
+        left_out = batch.loss_mask == 0
+        # What does not count is set to 0 before any arithmetic: an infinite value times 0 would be NaN.
+        logprobs = scores.logprobs.masked_fill(left_out, 0.0)
+        old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs.masked_fill(left_out, 0)
+        term = self.policy_term(logprobs, old_logprobs, batch)
         per_token = term.loss if batch.entropy_mask is None else term.loss * batch.entropy_mask
         extras = {} if scores.entropies is None else {"entropy": scores.entropies}
         if self.kl_in_loss and batch.ref_logprobs is not None:
-            kl = losses.k3_kl(scores.logprobs, batch.ref_logprobs)
+            kl = losses.k3_kl(logprobs, batch.ref_logprobs.masked_fill(left_out, 0))
             kl = kl * term.ratio if args.use_bias_correction_kl else kl
             per_token = per_token + args.beta * kl
             extras["kl"] = kl
         loss = (per_token * batch.loss_mask * batch.loss_weights[:, None]).sum()
-        mode = "train" if model.training else "eval"
-        reporting.report_loss(self.metrics[mode], term, batch, self.ratio_bounds(), extras)
+        reporting.report_loss(metrics, term, batch, self.ratio_bounds(), extras)
+        metrics.add_time("compute_loss", time.perf_counter() - started)
         return loss * self.accelerator.num_processes  # data-parallel wrappers average over processes
 
     def ratio_bounds(self) -> reporting.Bounds:
@@ -227,12 +232,15 @@ class PolicyTrainer(RoundTrainer):
         return 1 - low, 1 + high
 
     def _pad(self, chunk: Sequence[Rollout]) -> PaddedBatch:
-        return pad_batch(
-            chunk,
-            pad_token_id=self.adapter.pad_token_id,
-            device=self.accelerator.device,
-            pad_to_multiple_of=setup.as_int(self.args.pad_to_multiple_of),
-        )
+        return pad_batch(chunk, **self._padding)
+
+    @property
+    def _padding(self) -> dict[str, Any]:
+        return {
+            "pad_token_id": self.adapter.pad_token_id,
+            "device": self.accelerator.device,
+            "pad_to_multiple_of": self.args.pad_to_multiple_of,
+        }
 
     def _score(self, model: Any, padded: PaddedBatch, *, with_entropy: bool = False) -> Scores:
         inner = self.accelerator.unwrap_model(model)
@@ -245,7 +253,7 @@ class PolicyTrainer(RoundTrainer):
             inner,
             padded,
             temperature=self.args.temperature,
-            banned_ids=sorted(self.adapter.vision_ids),
+            banned_ids=sorted(self.generator.banned_ids),
             chunk_size=self.args.logprob_chunk_size,
             with_entropy=with_entropy,
         )

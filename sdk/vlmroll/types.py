@@ -169,9 +169,14 @@ class Rollout:
                 raise ValueError(f"{name} has {len(values)} values for {len(self.completion.completion_ids)} tokens")
 
     @property
+    def counted(self) -> tuple[int, ...]:
+        """[C] 1 where a token counts in the loss: `loss_mask`, or 1 everywhere."""
+        return (1,) * len(self.completion.completion_ids) if self.loss_mask is None else self.loss_mask
+
+    @property
     def num_loss_tokens(self) -> int:
         """How many tokens count in the loss."""
-        return len(self.completion.completion_ids) if self.loss_mask is None else sum(self.loss_mask)
+        return sum(self.counted)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

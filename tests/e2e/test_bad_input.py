@@ -10,6 +10,7 @@ import pytest
 from tiny_models import picture, tiny, tokenizer, user
 from training_runs import ALGORITHMS, make_trainer, rows, variety
 from vlmroll import GRPOConfig, GRPOTrainer, RLOOConfig
+from vlmroll_processors import load_adapter
 
 CHAT = [{"role": "user", "content": "which ?"}]
 
@@ -76,6 +77,23 @@ def wrong_calls() -> dict[str, tuple[Callable[[Path], Any], str]]:
                 copy.deepcopy(tiny("qwen3_vl").model), variety, GRPOConfig(str(folder)), processing_class=tokenizer()
             ),
             "give the model's processor",
+        ),
+        "reward that asks for a missing column": (
+            lambda folder: make_trainer("grpo", folder, reward=lambda completions, solution: []).train(),
+            "asks for 'solution', which is no column",
+        ),
+        "unknown generation setting": (
+            lambda folder: make_trainer("grpo", folder, generation_kwargs={"eos_token_id": 3}),
+            "'eos_token_id' is not offered",
+        ),
+        "adapter and pixel budget": (
+            lambda folder: GRPOTrainer(
+                copy.deepcopy(tiny("qwen3_vl").model),
+                variety,
+                GRPOConfig(str(folder), max_pixels=1024),
+                processing_class=load_adapter(tiny("qwen3_vl").processor),
+            ),
+            "give it to load_adapter",
         ),
         "no reward": (lambda folder: make_trainer("grpo", folder, reward=[]), "reward_funcs is empty"),
         "config of another algorithm": (

@@ -70,20 +70,34 @@ def test_sequence_kl_is_the_sum_of_log_ratios() -> None:
     assert ro.sequence_kl(rollout(old_logprobs=(-1.0, -2.0))) == 0
 
 
-def test_dropped_and_truncated_rollouts_count_nowhere() -> None:
-    rows = [rollout(2), rollout(3, "length"), rollout(1), rollout(1, "length")]
-    drop = [False, False, True, True]
-    masks = [one.loss_mask for one in ro.with_loss_masks(rows, drop=drop, mask_truncated=True)]
-    assert masks == [None, (0, 0, 0), (0,), (0,)]
-    kept = ro.with_loss_masks(rows, drop=drop, mask_truncated=False)
-    assert [one.loss_mask for one in kept] == [None, None, (0,), (0,)]
-    assert [one.num_loss_tokens for one in kept] == [2, 3, 0, 0]
+def test_rollouts_that_are_left_out_count_nowhere() -> None:
+    kept = ro.leave_out([rollout(2), rollout(3), rollout(1)], [False, True, True])
+    assert [one.loss_mask for one in kept] == [None, (0, 0, 0), (0,)]
+    assert [one.num_loss_tokens for one in kept] == [2, 0, 0]
 
 
-def test_groups_without_variance_are_dropped_when_asked() -> None:
-    rewards = torch.tensor([1000.1] * 3 + [1.0, 0.0, 1.0] + [float("nan")] * 3)
-    assert ro.groups_to_drop(rewards, 3, enabled=True) == [True] * 3 + [False] * 3 + [True] * 3
-    assert ro.groups_to_drop(rewards, 3, enabled=False) == [False] * 9
+def test_the_kl_of_a_sequence_counts_what_the_loss_counts() -> None:
+    scores: dict[str, Any] = {"old_logprobs": (-1.0, -2.0), "ref_logprobs": (-1.5, -4.0)}
+    assert ro.sequence_kl(rollout(2, loss_mask=(1, 0), **scores)) == 0.5
+    (left_out,) = ro.leave_out([rollout(2, **scores)], [True])
+    assert ro.sequence_kl(left_out) == 0
+
+
+def test_a_completion_with_a_banned_id_is_refused_by_its_row() -> None:
+    one = rollout(2)
+    share = ro.Share(group=0, count=1)
+    banned = {one.completion.completion_ids[0]}
+    with pytest.raises(ValueError, match="row 17: the generator sampled the id"):
+        ro.assemble([share], [one.prompt], [(one.completion,)], [{}], [17], banned)
+
+
+def test_calls_of_one_round_draw_different_random_numbers() -> None:
+    generator = ScriptedGenerator([[7]])
+    one = rollout(1)
+    shares = [ro.Share(group=0, count=2), ro.Share(group=1, count=3)]
+    ro.generate_shares(generator, [one.prompt] * 2, SamplingParams(seed=5), shares)
+    seeds = [sampling.seed for _, sampling, _ in generator.requests]
+    assert len(set(seeds)) == 2
 
 
 def test_rewards_and_advantages_go_into_their_rollouts() -> None:

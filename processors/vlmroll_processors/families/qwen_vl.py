@@ -26,7 +26,7 @@ def process(processor: Any, pictures: Sequence[Picture], budget: Mapping[str, in
     for chosen, options in ((usual, {"size": size}), (own_size, {"do_resize": False})):
         if not chosen:
             continue
-        images = [_resized(pictures[i], image_processor) for i in chosen]
+        images = [_resized(pictures[i], image_processor.patch_size, size) for i in chosen]
         features = image_processor(images=images, return_tensors="pt", **options)
         grids: torch.Tensor = features["image_grid_thw"]
         patches = features["pixel_values"].split(grids.prod(-1).tolist())
@@ -35,14 +35,16 @@ def process(processor: Any, pictures: Sequence[Picture], budget: Mapping[str, in
     return results
 
 
-def _resized(picture: Picture, image_processor: Any) -> Any:
+def _resized(picture: Picture, patch_size: int, size: Mapping[str, int]) -> Any:
+    """The picture by its own size keys; a bound that it does not set is the run's."""
     if not picture.resize:
         return picture.image
     from qwen_vl_utils import fetch_image  # pyright: ignore[reportMissingTypeStubs]
 
-    request: dict[str, Any] = {"image": picture.image, **dict(picture.resize)}
+    bounds = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+    request: dict[str, Any] = {"image": picture.image, **bounds, **dict(picture.resize)}
     try:
-        return fetch_image(request, image_patch_size=image_processor.patch_size)
+        return fetch_image(request, image_patch_size=patch_size)
     except AssertionError as error:  # its check of min_pixels, 4 tokens by default, against max_pixels
         raise ValueError(str(error)) from error
 

@@ -47,7 +47,11 @@ class GenerationOptions:
         help="Micro-steps that one generation round lasts. None: gradient_accumulation_steps, a round for each "
         "optimizer step.",
     )
-    shuffle_dataset: bool = option(True, help="Draw the training rows in random order.")
+    shuffle_dataset: bool = option(
+        True,
+        help="Draw the training rows in a new random order in each epoch. A stream keeps its own order: shuffle it "
+        "with its own method.",
+    )
     chat_template_kwargs: dict[str, Any] | str | None = option(
         None, help="Keyword arguments for the chat template of the tokenizer or processor."
     )
@@ -65,8 +69,9 @@ class GenerationOptions:
     )
     generation_kwargs: dict[str, Any] | str | None = option(
         None,
-        help="Further settings of the generator (of transformers.GenerationConfig), such as suppress_tokens. Settings "
-        "that are options themselves are not taken from here.",
+        help="Further settings of the generator, by their names in transformers.GenerationConfig: "
+        "no_repeat_ngram_size, bad_words_ids, min_new_tokens, suppress_tokens, typical_p, epsilon_cutoff, eta_cutoff. "
+        "Settings that are options themselves are not taken from here.",
     )
     cache_implementation: str | None = option(
         None, help="Kind of key-value cache in generation.", refused="it is not offered yet; leave it out"

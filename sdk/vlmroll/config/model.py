@@ -39,7 +39,8 @@ class ModelOptions:
     )
     ds3_gather_for_generation: bool = option(
         True,
-        help="Under DeepSpeed ZeRO-3, gather the weights once for each generation round.",
+        help="Under DeepSpeed ZeRO-3, gather the weights once for each generation round. Sharded training is not "
+        "offered yet.",
         refused="generating from weights that are still split is not offered yet; leave ds3_gather_for_generation=True",
     )
     freeze_vision_tower: bool = option(

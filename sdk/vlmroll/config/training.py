@@ -52,6 +52,21 @@ class TrainingOptions:
         help="How training rows are drawn.",
         refused="rows are drawn so that every group is whole; leave it 'random', and use shuffle_dataset for the order",
     )
+    torch_compile: bool = option(
+        False,
+        help="Compile the model's forward.",
+        refused="log-probabilities are computed from parts of the model, which it would not reach; leave it False",
+    )
+    dataloader_num_workers: int = option(
+        0,
+        help="Processes that load rows.",
+        refused="rows are read when their generation round begins, in the process itself; leave it 0",
+    )
+    dataloader_drop_last: bool = option(
+        False,
+        help="Drop the last, incomplete batch.",
+        refused="training rounds are always whole and evaluation keeps every row; leave it False",
+    )
     neftune_noise_alpha: float | None = option(
         None,
         help="Add noise to the embeddings in training.",

@@ -9,7 +9,16 @@ from vlmroll_processors import Prompt
 
 @runtime_checkable
 class Generator(Protocol):
-    """Samples completions. Three methods; everything else about an engine stays inside."""
+    """Samples completions. Three methods; everything else about an engine stays inside.
+
+    Attributes:
+        banned_ids: the ids that it never samples; scoring gives them the probability 0.
+    """
+
+    @property
+    def banned_ids(self) -> frozenset[int]:
+        """See the class."""
+        ...
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, num_generations: int) -> GenerationOutput:
         """`num_generations` completions for each prompt, in order."""
@@ -30,6 +39,7 @@ class ScriptedGenerator:
     Args:
         script: completion ids, used one after the other and from the start again at the end.
         logprob: the log-probability that it reports for every token.
+        banned_ids: the ids that its script never uses.
 
     Example:
         >>> prompt = Prompt(prompt_ids=(5,), engine_ids=(5,))
@@ -37,8 +47,11 @@ class ScriptedGenerator:
         [[7, 8], [7, 8]]
     """
 
-    def __init__(self, script: Sequence[Sequence[int]], *, logprob: float = -1.0) -> None:
+    def __init__(
+        self, script: Sequence[Sequence[int]], *, logprob: float = -1.0, banned_ids: frozenset[int] = frozenset()
+    ) -> None:
         self._script = [tuple(ids) for ids in script]
+        self.banned_ids = banned_ids
         self._logprob = logprob
         self._next = 0
         self.requests: list[tuple[tuple[Prompt, ...], SamplingParams, int]] = []

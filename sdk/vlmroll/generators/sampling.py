@@ -1,10 +1,11 @@
 """Which token comes next: transformers' own logits processors, chosen by `SamplingParams`."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from transformers.generation import logits_process as hf
 
 from vlmroll.types import SamplingParams
@@ -25,7 +26,8 @@ _EXTRA: Mapping[str, Callable[[Any, list[int], int, str], Any]] = {
     "eta_cutoff": lambda value, stop, length, device: hf.EtaLogitsWarper(value, device=device),
 }
 _OFF: Mapping[str, float] = {"typical_p": 1.0}  # the other options are off at 0, all of them at None
-_BEFORE_TEMPERATURE = ("no_repeat_ngram_size", "bad_words_ids", "min_new_tokens", "suppress_tokens")
+_HISTORY = ("no_repeat_ngram_size",)
+_BEFORE_TEMPERATURE = ("bad_words_ids", "min_new_tokens", "suppress_tokens")
 
 
 def check_extra(extra: Mapping[str, Any]) -> None:
@@ -39,10 +41,30 @@ def check_extra(extra: Mapping[str, Any]) -> None:
             raise ValueError(f"generation_kwargs: {name!r} is not offered by this generator; it takes {sorted(_EXTRA)}")
 
 
-def processors(
-    sampling: SamplingParams, stop_ids: list[int], prompt_length: int, device: str
-) -> hf.LogitsProcessorList:
-    """The processors that turn logits into the logits to sample from.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Warper:
+    """Turns logits into the logits to sample from.
+
+    Attributes:
+        history: processors that read a row's own tokens; they are called row by row, without the padding, so that a
+            row does not depend on its neighbours' lengths.
+        rest: the others, called on all rows at once.
+    """
+
+    history: hf.LogitsProcessorList
+    rest: hf.LogitsProcessorList
+
+    def __call__(self, ids: Int[torch.Tensor, "R T"], mask: Int[torch.Tensor, "R T"], logits: Logits) -> Logits:
+        """The logits to sample from; `mask` is 1 on the rows' own tokens."""
+        if self.history:
+            own: Any = [(ids[i : i + 1, mask[i].bool()], logits[i : i + 1]) for i in range(len(ids))]
+            logits = torch.cat([self.history(row_ids, row_logits) for row_ids, row_logits in own])
+        rest: Any = self.rest
+        return rest(ids, logits)
+
+
+def processors(sampling: SamplingParams, stop_ids: list[int], prompt_length: int, device: str) -> Warper:
+    """The processors of transformers that `sampling` asks for, in the order in which transformers applies them.
 
     At temperature 0, where the most likely token is taken, nothing is truncated.
 
@@ -50,17 +72,19 @@ def processors(
         prompt_length: length of the padded prompts, P.
     """
     check_extra(sampling.extra)
-    chosen = hf.LogitsProcessorList()
+    history, chosen = hf.LogitsProcessorList(), hf.LogitsProcessorList()
+    warper = Warper(history=history, rest=chosen)
     if sampling.repetition_penalty != 1.0:
-        chosen.append(hf.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+        history.append(hf.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
     extra = {
         name: _EXTRA[name](value, stop_ids, prompt_length, device)
         for name, value in sampling.extra.items()
         if value is not None and value != _OFF.get(name, 0)
     }
-    chosen.extend(extra[name] for name in _EXTRA if name in extra and name in _BEFORE_TEMPERATURE)
+    history.extend(extra[name] for name in _HISTORY if name in extra)
+    chosen.extend(extra[name] for name in _BEFORE_TEMPERATURE if name in extra)
     if sampling.temperature == 0.0:
-        return chosen
+        return warper
     if sampling.temperature != 1.0:
         chosen.append(hf.TemperatureLogitsWarper(float(sampling.temperature)))
     if sampling.top_k:
@@ -69,8 +93,8 @@ def processors(
         chosen.append(hf.TopPLogitsWarper(sampling.top_p))
     if sampling.min_p:
         chosen.append(hf.MinPLogitsWarper(sampling.min_p))
-    chosen.extend(extra[name] for name in _EXTRA if name in extra and name not in _BEFORE_TEMPERATURE)
-    return chosen
+    chosen.extend(extra[name] for name in _EXTRA if name in extra and name not in (*_HISTORY, *_BEFORE_TEMPERATURE))
+    return warper
 
 
 def draw(logits: Logits, temperature: float, generator: torch.Generator | None) -> torch.Tensor:

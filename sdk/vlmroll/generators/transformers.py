@@ -62,7 +62,7 @@ class TransformersGenerator:
     def __init__(self, model: Any, adapter: ProcessorAdapter, *, banned_ids: Sequence[int] = ()) -> None:
         self.model = model
         self._adapter = adapter
-        self._banned = sorted(adapter.vision_ids.union(banned_ids))
+        self.banned_ids = frozenset(adapter.vision_ids.union(banned_ids))
         self.policy_version = 0
         config = getattr(model, "generation_config", None)
         eos: int | list[int] | None = getattr(config, "eos_token_id", None)
@@ -124,13 +124,14 @@ class TransformersGenerator:
         branches = self._prefill(prompts, num_generations)
         device = branches.ids.device
         generator = None if sampling.seed is None else torch.Generator(device).manual_seed(sampling.seed)
-        warp: Any = processors(sampling, self.stop_ids, branches.ids.shape[1], str(device))
+        banned = sorted(self.banned_ids)
+        warp = processors(sampling, self.stop_ids, branches.ids.shape[1], str(device))
         stop = torch.tensor(self.stop_ids, dtype=torch.long, device=device)
         grown = [_Growing() for _ in range(len(prompts) * num_generations)]
         for step in range(sampling.max_tokens):
             logits = branches.logits.float()
-            logits[:, self._banned] = float("-inf")
-            tokens = draw(warp(branches.ids, logits.clone()), sampling.temperature, generator)
+            logits[:, banned] = float("-inf")
+            tokens = draw(warp(branches.ids, branches.mask, logits.clone()), sampling.temperature, generator)
             logprobs = token_logprobs(logits, tokens, sampling.temperature or 1.0)
             stopped = torch.isin(tokens, stop)
             for row, token, logprob, end in zip(

@@ -15,6 +15,7 @@ from vlmroll.advantages import weighted_sum
 from vlmroll.metrics import Metrics
 from vlmroll.types import Rollout
 
+_CONTEXT = ("trainer_state", "log_metric", "log_extra")
 RewardFunc = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 
 
@@ -74,6 +75,12 @@ class RewardSuite:
             metrics.add_column(column, list(values))
 
         columns = _columns(rollouts, texts)
+        for name, function in zip(self.names, self.functions, strict=True):
+            if missing := _missing(function, columns):
+                raise ValueError(
+                    f"reward function {name!r} asks for {missing[0]!r}, which is no column of the rows; there are "
+                    f"{', '.join(sorted(columns))}"
+                )
         columns |= {"trainer_state": state, "log_metric": log_metric, "log_extra": log_extra}
         results: dict[str, Sequence[float | None]] = {}
         waiting: dict[str, Awaitable[Any]] = {}
@@ -130,6 +137,17 @@ def _accepted(function: RewardFunc, columns: Mapping[str, Any]) -> dict[str, Any
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return dict(columns)
     return {parameter.name: columns[parameter.name] for parameter in parameters if parameter.name in columns}
+
+
+def _missing(function: RewardFunc, columns: Mapping[str, Any]) -> list[str]:
+    """Arguments without a default that no column gives."""
+    given = {*columns, *_CONTEXT}
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind in named and parameter.default is inspect.Parameter.empty and parameter.name not in given
+    ]
 
 
 def _checked(name: str, values: Any, rollouts: Sequence[Rollout]) -> list[float | None]:

@@ -13,6 +13,8 @@ class ModelReward:
         model: a hub id, a path, or a model of transformers with a sequence-classification head of one label.
         tokenizer: its tokenizer; by default the one saved with the model.
         device: where it runs.
+        batch_size: completions that it scores at a time.
+        trust_remote_code: run Python code that the model's repository brings along.
 
     Raises:
         ValueError: the model has more than one label, or its tokenizer has neither a pad nor an eos token.
@@ -22,16 +24,29 @@ class ModelReward:
         [0.3]
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, *, device: str | torch.device = "cpu") -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        device: str | torch.device = "cpu",
+        batch_size: int = 16,
+        trust_remote_code: bool = False,
+    ) -> None:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         if isinstance(model, str):
-            model = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
+            model = AutoModelForSequenceClassification.from_pretrained(
+                model, num_labels=1, trust_remote_code=trust_remote_code
+            )
         if model.config.num_labels != 1:
             raise ValueError(f"the reward model has {model.config.num_labels} labels; a reward needs exactly one")
         self.model = model.to(device).eval()
         path: str = model.config._name_or_path
-        self.tokenizer = AutoTokenizer.from_pretrained(path) if tokenizer is None else tokenizer
+        self._batch_size = batch_size
+        if tokenizer is None:
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        self.tokenizer = tokenizer
         if self.tokenizer.pad_token is None:
             if self.tokenizer.eos_token is None:
                 raise ValueError("the reward model's tokenizer has neither a pad nor an eos token; set pad_token")
@@ -42,13 +57,18 @@ class ModelReward:
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
         """One score for each prompt and completion; pictures are not shown to the model."""
-        texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        chat = not isinstance(prompts[0], str)
-        inputs = self.tokenizer(
-            texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=not chat
-        )
-        with torch.inference_mode():
-            return self.model(**inputs.to(self.model.device)).logits[:, 0].float().tolist()
+        # A chat template writes the special tokens itself.
+        ids = [
+            self.tokenizer(self._text(prompt, completion), add_special_tokens=isinstance(prompt, str))["input_ids"]
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+        scores: list[float] = []
+        for start in range(0, len(ids), self._batch_size):
+            part = {"input_ids": ids[start : start + self._batch_size]}
+            inputs = self.tokenizer.pad(part, padding_side="right", return_tensors="pt")
+            with torch.inference_mode():
+                scores.extend(self.model(**inputs.to(self.model.device)).logits[:, 0].float().tolist())
+        return scores
 
     def _text(self, prompt: Any, completion: Any) -> str:
         if isinstance(prompt, str):
