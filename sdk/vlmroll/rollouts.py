@@ -3,11 +3,11 @@
 All of it works on lists of `Rollout` and on plain numbers gathered from all processes.
 """
 
+import math
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from vlmroll.generators.base import Generator
@@ -15,6 +15,9 @@ from vlmroll.losses import token_weights
 from vlmroll.types import Completion, Rollout, SamplingParams
 from vlmroll_processors import Prompt
 from vlmroll_processors.types import Row
+
+_MOST_FOR_QUANTILE = 2**24
+"""torch.quantile takes no more values."""
 
 Gather = Callable[[list[Any]], list[Any]]
 
@@ -143,10 +146,13 @@ def keep_high_entropy(
         if counts
     ]
     everyone: list[list[float]] = gather([mine])
-    values = [entropy for part in everyone for entropy in part]
-    if not values:
+    values = torch.tensor([entropy for part in everyone for entropy in part])
+    if not len(values):
         return [list(batch) for batch in micro_batches]
-    threshold = float(np.quantile(values, 1 - quantile))  # torch's quantile ends at 16 million values
+    if len(values) < _MOST_FOR_QUANTILE:
+        threshold = float(values.quantile(1 - quantile))
+    else:
+        threshold = float(values.sort().values[math.ceil((1 - quantile) * (len(values) - 1))])
     return [
         [replace(r, entropy_mask=tuple(int(entropy >= threshold) for entropy in r.entropies or ())) for r in batch]
         for batch in micro_batches

@@ -347,7 +347,7 @@ def test_reserved_tokens_of_other_families_are_only_text_to_a_text_model() -> No
     "keys",
     [
         {"max_pixels": 2048},
-        {"min_pixels": 8192},
+        {"min_pixels": 3000},
         {"min_pixels": 2048, "max_pixels": 4096},
         {"resized_height": 48, "resized_width": 80},
         {"resized_height": 40, "resized_width": 70, "max_pixels": 1024},
@@ -362,7 +362,9 @@ def test_size_keys_resize_as_qwen_vl_utils_does(place: str, keys: dict[str, int]
         "column": {"prompt": turns("which"), "image": {"image": image, **keys}},
     }[place]
     processor = tiny("qwen2_5_vl").processor
-    request: Row = {"image": image, **keys}
+    size = processor.image_processor.size
+    bounds = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}  # those of the run
+    request: Row = {"image": image, **bounds, **keys}
     resized = fetch_image(request, image_patch_size=processor.image_processor.patch_size)
     expected = processor.image_processor(images=[resized], do_resize=False, return_tensors="pt")
     found = encode(row).forward_kwargs

@@ -56,7 +56,17 @@ def test_pictures_come_back_pixel_by_pixel(tmp_path: Path) -> None:
     assert path == tmp_path / "made" / "here" / "completions_00012.parquet"
     for loaded in (load(path), datasets.Dataset.from_parquet(str(path), cache_dir=str(tmp_path / "other"))):
         found = cast("list[dict[str, Any]]", list(loaded))  # pyright: ignore
-        assert list(found[0]) == ["step", "prompt", "completion", "right", "never", "tries", "advantage", "images"]
+        assert list(found[0]) == [
+            "step",
+            "row_id",
+            "prompt",
+            "completion",
+            "right",
+            "never",
+            "tries",
+            "advantage",
+            "images",
+        ]
         assert [row["step"] for row in found] == [12] * 3
         assert [row["completion"] for row in found] == ["a", "b", "c"]
         assert [row["right"] for row in found] == [1.0, None, 0.5]
@@ -125,7 +135,7 @@ def printed_rows(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     rows = [row for one, other in zip(table(), table(("d", "e", "f")), strict=True) for row in (one, other)]
     print_table(rows, 0, **options)
     lines = [line.split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
-    return [cells[2].strip() for cells in lines if cells[2].strip()]
+    return [cells[3].strip() for cells in lines if cells[3].strip()]
 
 
 def test_some_rows_are_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,5 +155,5 @@ def test_pictures_are_printed_as_sizes(capsys: pytest.CaptureFixture[str], monke
 
 
 def test_missing_rewards_and_nan_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table([{"prompt": "p", "right": None, "advantage": math.nan}], 0, limit=5, unique_prompts=True)
+    print_table([{"row_id": 0, "prompt": "p", "right": None, "advantage": math.nan}], 0, limit=5, unique_prompts=True)
     assert "nan" in capsys.readouterr().out

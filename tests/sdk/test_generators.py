@@ -173,29 +173,45 @@ def test_processors_equal_those_of_transformers(options: dict[str, Any], tempera
     model._prepare_special_tokens(config, kwargs_has_attention_mask=True, device="cpu")
     expected: Any = model._get_logits_processor(config, input_ids_seq_length=4, device="cpu")
     found: Any = processors(SamplingParams(temperature=temperature, **options), stops, 4, "cpu")
-    assert [type(step) for step in found] == [type(step) for step in expected]
+    assert [type(step) for step in (*found.history, *found.rest)] == [type(step) for step in expected]
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 60, (6, 6), generator=random)
     ids[0, -1] = 41
     logits = torch.randn(6, 336, generator=random) * 2
     logits[:, 300:305] = float("-inf")
-    assert found(ids, logits.clone()).equal(expected(ids, logits.clone()))
-    assert not found(ids, logits.clone()).equal(logits)
+    whole = torch.ones_like(ids)
+    assert found(ids, whole, logits.clone()).equal(expected(ids, logits.clone()))
+    assert not found(ids, whole, logits.clone()).equal(logits)
+
+
+def test_penalties_do_not_see_the_padding() -> None:
+    """A row that is padded on the left with a token that it does not hold is penalised as it is without padding."""
+    found = processors(SamplingParams(repetition_penalty=2.0, extra={"no_repeat_ngram_size": 2}), [], 4, "cpu")
+    alone, padded = torch.tensor([[7, 8, 7]]), torch.tensor([[3, 3, 3, 7, 8, 7]])
+    logits = torch.ones(1, 12)
+    expected = found(alone, torch.ones_like(alone), logits.clone())
+    assert found(padded, torch.tensor([[0, 0, 0, 1, 1, 1]]), logits.clone()).equal(expected)
+    assert expected[0, 3] == 1
+    assert expected[0, 7] == 0.5
+    assert expected[0, 8].isinf()
 
 
 def test_options_that_are_off_do_nothing() -> None:
     off = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0}
-    assert not processors(SamplingParams(extra={**off, "suppress_tokens": None}), [1], 4, "cpu")
+    found = processors(SamplingParams(extra={**off, "suppress_tokens": None}), [1], 4, "cpu")
+    assert not found.history
+    assert not found.rest
 
 
 def test_greedy_takes_the_most_likely_token_whatever_the_truncation() -> None:
     """Typical sampling alone would drop it."""
     logits = torch.tensor([[3.0, *[1.0] * 8]])
     sampling = SamplingParams(temperature=0, top_k=1, top_p=0.1, min_p=1.0, extra={"typical_p": 0.3})
-    cold: Any = processors(sampling, [], 1, "cpu")
-    assert draw(cold(torch.zeros(1, 1).long(), logits), 0, None).item() == 0
-    hot: Any = processors(SamplingParams(extra={"typical_p": 0.3}), [], 1, "cpu")
-    assert hot(torch.zeros(1, 1).long(), logits.clone())[0, 0].isinf()
+    ids = torch.zeros(1, 1, dtype=torch.long)
+    cold = processors(sampling, [], 1, "cpu")
+    assert draw(cold(ids, ids + 1, logits), 0, None).item() == 0
+    hot = processors(SamplingParams(extra={"typical_p": 0.3}), [], 1, "cpu")
+    assert hot(ids, ids + 1, logits.clone())[0, 0].isinf()
 
 
 def test_unknown_options_are_refused_with_the_list() -> None:
