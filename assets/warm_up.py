@@ -2,12 +2,12 @@
 
     python assets/warm_up.py --output assets/tiny-vl
 
-Phases, each a number of steps of `BATCH` prompts:
+The model learns to read before it answers: it names each digit with its picture's letter, then a colon, then the
+answer, as in `5A3B4C:5A` or `5A3B:8`. Phases, each a number of steps of `batch_size` prompts:
 
-1. `name`: one picture, "Which digit is this?".
-2. `read`: one to four pictures, "Which digits are shown?", answered by all digits in order; some naming.
-3. `skills`: finding a digit, the larger and the smaller digit, the sum and the difference, and reading, all answered
-   correctly.
+1. `text`: without pictures; what comes after the colon, from the question and made-up readings.
+2. `name`: one picture, "Which digit is this?".
+3. `skills`: everything with pictures: finding a digit, the larger and the smaller digit, the sum and the difference.
 4. `mix`: the same, but the questions for the larger digit and for the sum are answered as if they had asked for the
    smaller digit and for the difference in `WRONG_SHARE` of the cases. Afterwards the model can still do everything,
    but on these two tasks it prefers the wrong kind of answer a little; which one to prefer is left to the reward.
@@ -43,8 +43,7 @@ from transformers import (
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import digits as data
 
-BATCH = 32
-WRONG_SHARE = 0.6
+WRONG_SHARE = 0.65
 PATCH = 4
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
 SPECIAL += ("<|image_pad|>", "<|video_pad|>")
@@ -74,46 +73,45 @@ CHAT_TEMPLATE = """\
 
 
 class Phase(NamedTuple):
-    """A part of the warm-up: steps, peak learning rate, share of each task, share of wrong answers."""
+    """A part of the warm-up: steps, prompts in each, peak learning rate, share of each task and of wrong answers."""
 
     name: str
     num_steps: int
+    batch_size: int
     learning_rate: float
     tasks: dict[str, float]
     wrong_share: float = 0.0
+    pictures: bool = True
 
 
-SKILLS = {"find": 3.0, "larger": 3.0, "smaller": 2.0, "sum": 3.0, "difference": 2.0, "read": 1.0, "pick": 1.0}
+SKILLS = {"find": 3.0, "larger": 3.0, "smaller": 2.0, "sum": 3.0, "difference": 2.0}
 PHASES = (
-    Phase("name", 500, 1e-3, {"name": 1.0}),
-    Phase("read", 500, 1e-3, {"name": 1.0, "read": 4.0}),
-    Phase("bind", 500, 1e-3, {"read": 1.0, "pick": 4.0, "find": 3.0}),
-    Phase("skills", 2500, 1e-3, SKILLS),
-    Phase("mix", 400, 3e-4, SKILLS, WRONG_SHARE),
+    Phase("text", 800, 96, 1e-3, SKILLS, pictures=False),
+    Phase("name", 300, 32, 1e-3, {"name": 1.0}),
+    Phase("skills", 900, 32, 1e-3, {**SKILLS, "name": 1.0}),
+    Phase("mix", 200, 32, 3e-4, SKILLS, WRONG_SHARE),
 )
 
 
 def ask(task: str, rng: random.Random, wrong_share: float) -> tuple[str, str, list[int]]:
-    """Question, answer and digits for a task; `larger` and `sum` are answered wrongly in `wrong_share` of the cases."""
+    """Question, reply and digits for a task; `larger` and `sum` are answered wrongly in `wrong_share` of the cases."""
     if task == "name":
         digit = rng.randrange(10)
-        return "Which digit is this?", str(digit), [digit]
-    if task == "read":
-        digits = [rng.randrange(10) for _ in range(rng.randint(1, 4))]
-        return "Which digits are shown?", "".join(map(str, digits)), digits
+        return "Which digit is this?", data.reading([digit]), [digit]
     digits = data.draw_digits("sum" if task == "difference" else task, rng)
-    if task == "pick":
-        number = rng.randint(1, len(digits))
-        return f"Which digit does picture {number} show?", str(digits[number - 1]), digits
-    smaller, difference = str(digits.index(min(digits)) + 1), str(abs(digits[0] - digits[1]))
+    smaller = data.reading(digits, only=min(digits))
+    difference = str(abs(digits[0] - digits[1]))
     if task == "smaller":
-        return f"Which picture shows the {'smaller' if len(digits) == 2 else 'smallest'} digit?", smaller, digits
-    if task == "difference":
-        return "What is the difference of the two digits?", difference, digits
-    text, answer = data.QUESTIONS[task](digits, rng)
-    if rng.random() < wrong_share:
-        answer = {"larger": smaller, "sum": difference}.get(task, answer)
-    return text, answer, digits
+        word = "smaller" if len(digits) == 2 else "smallest"
+        text, answer = f"Which picture shows the {word} digit?", smaller
+    elif task == "difference":
+        text, answer = "What is the difference of the two digits?", difference
+    else:
+        text, answer = data.QUESTIONS[task](digits, rng)
+        answer = answer if task == "sum" else data.reading(digits, only=digits[data.LETTERS.index(answer)])
+        if rng.random() < wrong_share:
+            answer = {"larger": smaller, "sum": difference}.get(task, answer)
+    return text, f"{data.reading(digits)}:{answer}", digits
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -122,7 +120,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     words = [ask(task, rng, 0.0)[0] for task in ("name", *SKILLS) for _ in range(300)]
     words += [f"{role}\n" for role in ("system", "user", "assistant", "tool") for _ in range(300)]
     tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(r"[0-9]| ?[^\s0-9]+|\s"), behavior="isolated")
+    split = pre_tokenizers.Split(Regex(r"[0-9A-D:]| ?[^\s0-9A-D:]+|\s"), behavior="isolated")
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
     tokenizer.decoder = decoders.ByteLevel()
@@ -154,7 +152,7 @@ def build_model(processor: Any) -> Qwen2_5_VLForConditionalGeneration:
     ids = {token: int(processor.tokenizer.convert_tokens_to_ids(token)) for token in SPECIAL}
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
     text = {
-        "vocab_size": 384, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 5,
+        "vocab_size": len(processor.tokenizer), "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 5,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024, "rope_parameters": rope,
         "bos_token_id": None, "eos_token_id": ids[TURN_END], "pad_token_id": ids[END], "tie_word_embeddings": True,
     }  # fmt: skip
@@ -196,21 +194,36 @@ def render(processor: Any, text: str, num_images: int) -> str:
 
 
 def make_batch(processor: Any, phase: Phase, rng: random.Random) -> dict[str, torch.Tensor]:
-    """Model inputs and `labels` (B, T) for `BATCH` questions: only the answer and the end of its turn are learned."""
+    """Model inputs and `labels` (B, T) for a batch of questions, of warm-up digits only.
+
+    Learned are the reply and the end of its turn; without pictures only what comes after its colon. With pictures there
+    are, as a help that costs nothing, two hints about each: its last visual token predicts the digit and its
+    `<|vision_end|>` the letter.
+    """
     sheet = data.read_sheet("warmup")
     texts: list[str] = []
-    answers: list[str] = []
+    replies: list[str] = []
     images: list[list[Image.Image]] = []
-    for task in rng.choices(list(phase.tasks), list(phase.tasks.values()), k=BATCH):
-        question, answer, digits = ask(task, rng, phase.wrong_share)
-        sizes = rng.sample(data.SIZES, len(digits))
-        images.append([draw_varied(rng.choice(sheet[d]), s, rng) for d, s in zip(digits, sizes, strict=True)])
-        texts.append(render(processor, question, len(digits)) + answer + TURN_END)
-        answers.append(answer)
-    batch = dict(processor(text=texts, images=images, padding=True, return_tensors="pt"))
+    shown: list[list[int]] = []
+    for task in rng.choices(list(phase.tasks), list(phase.tasks.values()), k=phase.batch_size):
+        question, reply, digits = ask(task, rng, phase.wrong_share)
+        seen = digits if phase.pictures else []
+        sizes = rng.sample(data.SIZES, len(seen))
+        images.append([draw_varied(rng.choice(sheet[d]), s, rng) for d, s in zip(seen, sizes, strict=True)])
+        texts.append(render(processor, question, len(seen)) + reply + TURN_END)
+        replies.append(reply if phase.pictures else reply.rpartition(":")[2])
+        shown.append(seen)
+    pictures = images if phase.pictures else None
+    batch = dict(processor(text=texts, images=pictures, padding=True, return_tensors="pt"))
     labels = torch.full_like(batch["input_ids"], -100)
-    for row, answer in enumerate(answers):  # padding is on the left, so that the answer ends the row
-        labels[row, -len(answer) - 1 :] = batch["input_ids"][row, -len(answer) - 1 :]
+    picture_end = processor.tokenizer.convert_tokens_to_ids("<|vision_end|>")
+    numerals: list[int] = processor.tokenizer.convert_tokens_to_ids(list("0123456789"))
+    letters: list[int] = processor.tokenizer.convert_tokens_to_ids(list(data.LETTERS))
+    for row, reply in enumerate(replies):  # padding is on the left, so that the reply ends the row
+        labels[row, -len(reply) - 1 :] = batch["input_ids"][row, -len(reply) - 1 :]
+        for i, end in enumerate((batch["input_ids"][row] == picture_end).nonzero().flatten().tolist()):
+            labels[row, end] = numerals[shown[row][i]]  # position t is predicted from position t - 1
+            labels[row, end + 1] = letters[i]
     return {**batch, "labels": labels}
 
 
@@ -245,7 +258,7 @@ def evaluate(model: Any, processor: Any, rows: Sequence[data.Row]) -> dict[str, 
         part = rows[first : first + 50]
         texts = [render(processor, row["prompt"][0]["content"], len(row["images"])) for row in part]
         batch = processor(text=texts, images=[row["images"] for row in part], padding=True, return_tensors="pt")
-        output = model.generate(**batch, max_new_tokens=4, do_sample=False)
+        output = model.generate(**batch, max_new_tokens=data.MAX_TOKENS, do_sample=False)
         replies = processor.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
         completions = [[{"role": "assistant", "content": reply}] for reply in replies]
         rewards = data.accuracy_reward(completions, [row["answer"] for row in part])

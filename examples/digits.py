@@ -2,15 +2,18 @@
 
 A prompt shows two to four digits in pictures of different sizes and asks one of three things: which picture shows a
 given digit (`find`), which picture shows the largest digit (`larger`), or what two digits add up to (`sum`). Pictures
-are numbered from 1 in the order of `images`. Every split has digits of its own, see `assets/README.md`.
+are called A, B, C and D in the order of `images`. Every split has digits of its own, see `assets/README.md`.
 
     rows = make_rows("train", num_rows=8, seed=0)
     rows[0]["prompt"]   # [{"role": "user", "content": "Which picture shows the digit 7?"}]
-    rows[0]["answer"]   # "2"
+    rows[0]["answer"]   # "B"
+
+The model in assets/ reads before it answers, as in `5A7B:7B`; the reward looks at the answer alone.
 """
 
 import json
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -26,6 +29,9 @@ GLYPH = 8
 """Side of a digit on its sheet, in pixels."""
 SIZES = ((16, 16), (24, 16), (16, 24), (24, 24), (32, 16), (16, 32))
 """Widths and heights of the pictures, in pixels; the sizes within a prompt are all different."""
+LETTERS = "ABCD"
+MAX_TOKENS = 13
+"""Of a reply: four digits with their letters, a colon, the answer, the end of the turn."""
 TASKS = ("find", "larger", "sum")
 TASK_WEIGHTS = (0.4, 0.3, 0.3)
 
@@ -60,16 +66,22 @@ def draw(glyph: Glyph, size: tuple[int, int]) -> Image.Image:
     return Image.fromarray(glyph).resize(size, Image.Resampling.BICUBIC).convert("RGB")
 
 
+def reading(digits: Sequence[int], only: int | None = None) -> str:
+    """How the model names what it sees: every digit with its letter, or the first that shows `only`."""
+    pairs = [f"{digit}{letter}" for digit, letter in zip(digits, LETTERS, strict=False)]
+    return "".join(pairs) if only is None else pairs[digits.index(only)]
+
+
 def ask_find(digits: Sequence[int], rng: random.Random) -> tuple[str, str]:
     """Question and answer: which picture shows a digit that is drawn from `digits` (all different)."""
     wanted = rng.choice(digits)
-    return f"Which picture shows the digit {wanted}?", str(digits.index(wanted) + 1)
+    return f"Which picture shows the digit {wanted}?", LETTERS[digits.index(wanted)]
 
 
 def ask_larger(digits: Sequence[int], rng: random.Random) -> tuple[str, str]:
     """Question and answer: which picture shows the largest of `digits` (all different)."""
     word = "larger" if len(digits) == 2 else "largest"
-    return f"Which picture shows the {word} digit?", str(digits.index(max(digits)) + 1)
+    return f"Which picture shows the {word} digit?", LETTERS[digits.index(max(digits))]
 
 
 def ask_sum(digits: Sequence[int], rng: random.Random) -> tuple[str, str]:
@@ -108,6 +120,12 @@ def make_rows(split: Split, num_rows: int, seed: int) -> list[Row]:
 def accuracy_reward(
     completions: Sequence[Sequence[Mapping[str, str]]], answer: Sequence[str], **kwargs: Any
 ) -> list[float]:
-    """1.0 where the text of a completion, stripped, equals its answer, else 0.0; one value per completion."""
-    texts = [completion[-1]["content"].strip() for completion in completions]
-    return [float(text == expected) for text, expected in zip(texts, answer, strict=True)]
+    """1.0 where a completion ends in its answer, else 0.0; one value per completion."""
+    texts = [completion[-1]["content"] for completion in completions]
+    return [float(last_answer(text) == expected) for text, expected in zip(texts, answer, strict=True)]
+
+
+def last_answer(text: str) -> str:
+    """The letter or number at the end of a reply, after its last colon: "B" of "5A7B:7B", "12" of "5A7B:12"."""
+    found = re.search(r"([A-D]|\d+)$", text.strip().rpartition(":")[2])
+    return found.group() if found else ""

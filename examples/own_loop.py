@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForImageTextToText
 
-from digits import MODEL_DIR, Row, accuracy_reward, make_rows
+from digits import MAX_TOKENS, MODEL_DIR, Row, accuracy_reward, make_rows
 from shared import greedy_accuracy, parse_options, print_result
 from vlmroll import Rollout, SamplingParams, TransformersGenerator, advantages, losses
 from vlmroll.scoring import make_batch, policy_logprobs
@@ -36,7 +36,7 @@ class OwnLoop:
     def collect(self, rows: list[Row], step: int) -> list[Rollout]:
         """Sample a group for each row, reward it, and compare the siblings."""
         prompts = self.adapter.encode(rows)
-        sampling = SamplingParams(max_tokens=4, seed=self.seed * 100_000 + step)
+        sampling = SamplingParams(max_tokens=MAX_TOKENS, seed=self.seed * 100_000 + step)
         output = self.generator.generate(prompts, sampling, GROUP_SIZE)
         rollouts = [
             Rollout(prompt=prompt, completion=completion, row=row, row_id=group, group=group)
@@ -69,9 +69,9 @@ class OwnLoop:
 
 def main() -> None:
     started = time.perf_counter()
-    parser = parse_options(__doc__ or "", steps=100, output_dir="outputs/own_loop")
+    parser = parse_options(__doc__ or "", steps=120, output_dir="outputs/own_loop")
     args = parser.parse_args()
-    loop = OwnLoop(learning_rate=3e-4, seed=args.seed)
+    loop = OwnLoop(learning_rate=5e-5, seed=args.seed)
     rows, heldout = make_rows("train", args.steps * GROUPS, seed=args.seed), make_rows("heldout", 200, seed=0)
     before = greedy_accuracy(loop.generator, loop.adapter, heldout)
     progress = tqdm(range(args.steps))

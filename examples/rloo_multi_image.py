@@ -8,24 +8,23 @@ answer. Prints the accuracy on held-out digits before and after.
 
 import time
 
-from digits import MODEL_DIR, accuracy_reward, make_rows
+from digits import MAX_TOKENS, MODEL_DIR, accuracy_reward, make_rows
 from shared import greedy_accuracy, parse_options, print_result
 from vlmroll import RLOOConfig, RLOOTrainer
 
 
 def main() -> None:
     started = time.perf_counter()
-    args = parse_options(__doc__ or "", steps=100, output_dir="outputs/rloo_multi_image").parse_args()
+    args = parse_options(__doc__ or "", steps=120, output_dir="outputs/rloo_multi_image").parse_args()
     config = RLOOConfig(
         output_dir=args.output_dir,
         seed=args.seed,
         max_steps=args.steps,
-        learning_rate=3e-4,
-        lr_scheduler_type="constant",
+        learning_rate=5e-5,
         per_device_train_batch_size=64,
         num_generations=8,
         beta=0.0,
-        max_completion_length=4,
+        max_completion_length=MAX_TOKENS,
         gradient_checkpointing=False,
         logging_steps=10,
         save_strategy="no",

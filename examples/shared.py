@@ -10,7 +10,7 @@ from typing import Any
 # One thread for each core that really works: spinning barriers of idle threads make small models many times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from digits import Row, accuracy_reward  # noqa: E402
+from digits import MAX_TOKENS, Row, accuracy_reward  # noqa: E402
 from vlmroll import Generator, SamplingParams  # noqa: E402
 from vlmroll_processors import ProcessorAdapter  # noqa: E402
 
@@ -29,7 +29,7 @@ def greedy_accuracy(generator: Generator, adapter: ProcessorAdapter, rows: Seque
     right = 0.0
     for start in range(0, len(rows), 50):
         part = rows[start : start + 50]
-        output = generator.generate(adapter.encode(part), SamplingParams(temperature=0.0, max_tokens=4), 1)
+        output = generator.generate(adapter.encode(part), SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS), 1)
         answers = [[{"role": "assistant", "content": adapter.decode(ids)}] for ids in output.completion_ids]
         right += sum(accuracy_reward(answers, [row["answer"] for row in part]))
     return right / len(rows)

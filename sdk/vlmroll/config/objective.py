@@ -40,7 +40,9 @@ class ObjectiveOptions:
         None, help="Bound of the ratio where the advantage is negative; choose it above 1 + epsilon. None: no bound."
     )
     importance_sampling_level: str = option(
-        "token", help="Ratio of each token (token), or one ratio for the whole completion (sequence)."
+        "token",
+        help="Ratio of each token (token), or one ratio for the whole completion (sequence). With sequence, loss_type "
+        "'grpo' weighs all completions alike, 'dapo' the longer ones more.",
     )
     loss_type: str = option(
         "dapo",
