@@ -19,9 +19,16 @@ def parse_options(description: str, *, steps: int, output_dir: str) -> argparse.
     """A parser with the options that all examples have."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of data order, sampling and new weights")
-    parser.add_argument("--steps", type=int, default=steps, help="optimizer steps")
+    parser.add_argument("--steps", type=positive, default=steps, help="optimizer steps")
     parser.add_argument("--output-dir", default=output_dir, help="where logs and checkpoints go")
     return parser
+
+
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError("it must be at least 1")
+    return number
 
 
 def greedy_accuracy(generator: Generator, adapter: ProcessorAdapter, rows: Sequence[Row]) -> float:

@@ -56,9 +56,11 @@ def make_trainer(
         "use_cpu": True,
     }
     made = tiny(model)
-    wrap = options.pop("wrap", lambda base: base)
+    base: Any = copy.deepcopy(made.model)
+    if "wrap" in options:
+        base = options.pop("wrap")(base)
     return trainer(
-        wrap(copy.deepcopy(made.model)),
+        base,
         reward,
         config(**(defaults | options)),
         train_dataset=rows(16, model) if data is None else data,

@@ -18,7 +18,7 @@ from vlmroll_processors.images import Picture
 from vlmroll_processors.messages import Chat, read_row, without_nulls
 from vlmroll_processors.types import ImageSpan, Prompt, Row
 
-_OWN_TEMPLATE_KWARGS = ("tokenize", "add_generation_prompt", "continue_final_message")
+_OWN_TEMPLATE_KWARGS = ("messages", "conversation", "tokenize", "add_generation_prompt", "continue_final_message")
 
 
 @runtime_checkable
@@ -74,6 +74,7 @@ class FamilyAdapter:
         self._chat_template_kwargs = dict(chat_template_kwargs or {})
         budget = {"min_pixels": min_pixels, "max_pixels": max_pixels}
         self._budget = {name: pixels for name, pixels in budget.items() if pixels is not None}
+        _check_budget(self._budget, family)
         vocabulary: dict[str, int] = self.tokenizer.get_vocab()
         self._placeholder_id = vocabulary.get(family.placeholder)
         self._vision_ids = frozenset(vocabulary[token] for token in family.vision_tokens if token in vocabulary)
@@ -119,6 +120,8 @@ class FamilyAdapter:
         Raises:
             ValueError: names the row, the column and the fix.
         """
+        if isinstance(rows, Mapping | str):
+            raise ValueError("encode takes a list of rows; put the one row into a list")
         names = [f"row {i}" for i in (range(len(rows)) if row_ids is None else row_ids)]
         chats = [read_row(row, where=name) for row, name in zip(rows, names, strict=True)]
         features = self._process(chats)
@@ -184,12 +187,16 @@ class FamilyAdapter:
                 continue_final_message=goes_on,
                 **{**self._chat_template_kwargs, **template_kwargs},
             )
-        except (TemplateError, ValueError) as error:  # templates refuse roles and orders in words of their own
+        except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
+            # Templates refuse roles and orders in words of their own, or trip over values that they do not expect.
             raise ValueError(f"{where}, column 'prompt': the chat template refuses the messages: {error}") from error
 
     def _prompt(self, chat: Chat, text: str, features: Mapping[Any, PictureKwargs], *, where: str) -> Prompt:
         # A template writes the special tokens itself; a plain string gets what the tokenizer's own rule gives it.
-        engine_ids: list[int] = self.tokenizer(text, add_special_tokens=chat.messages is None)["input_ids"]
+        try:
+            engine_ids: list[int] = self.tokenizer(text, add_special_tokens=chat.messages is None)["input_ids"]
+        except TypeError as error:  # the tokenizer's word for text that is not valid Unicode
+            raise ValueError(f"{where}, column 'prompt': the text cannot be tokenised: {error}") from error
         pictures = [features[picture.key] for picture in chat.pictures]
         slots = engine_ids.count(self._placeholder_id) if self._placeholder_id is not None else 0
         if slots != len(pictures):
@@ -220,6 +227,16 @@ class FamilyAdapter:
             forward_kwargs=kwargs,
             join=self.family.join,
         )
+
+
+def _check_budget(budget: Mapping[str, Any], family: Family) -> None:
+    if budget and not family.placeholder:
+        raise ValueError(f"{next(iter(budget))} is set, but the model takes no pictures; leave it out")
+    for name, pixels in budget.items():
+        if isinstance(pixels, bool) or not isinstance(pixels, int) or pixels < 1:
+            raise ValueError(f"{name} must be a whole number of pixels above 0, got {pixels!r}")
+    if len(budget) == 2 and budget["min_pixels"] > budget["max_pixels"]:
+        raise ValueError(f"min_pixels={budget['min_pixels']} is above max_pixels={budget['max_pixels']}")
 
 
 def _template_kwargs(row: Row, *, where: str) -> dict[str, Any]:

@@ -74,7 +74,9 @@ def collate(
     completions = [()] * len(prompts) if completions is None else completions
     if not prompts or len(prompts) != len(completions):
         raise ValueError(f"collate needs one completion for each prompt, got {len(prompts)} and {len(completions)}")
-    multiple = pad_to_multiple_of or 1
+    multiple = 1 if pad_to_multiple_of is None else pad_to_multiple_of
+    if multiple < 1:
+        raise ValueError(f"pad_to_multiple_of must be at least 1, got {multiple}")
     longest = max(prompt.num_tokens for prompt in prompts), max(len(completion) for completion in completions)
     widths = -(-longest[0] // multiple) * multiple, -(-longest[1] // multiple) * multiple
     ids = [torch.tensor(prompt.prompt_ids, dtype=torch.long) for prompt in prompts]

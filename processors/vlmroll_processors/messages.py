@@ -65,6 +65,8 @@ def read_row(row: Row, *, where: str) -> Chat:
         >>> read_row({"prompt": [{"role": "user", "content": "hi"}]}, where="row 0").messages
         ({'role': 'user', 'content': [{'type': 'text', 'text': 'hi'}]},)
     """
+    if not isinstance(cast("object", row), Mapping):
+        raise ValueError(f"{where}: a row maps column names to values, got {type(row).__name__}")
     for column in ("video", "videos"):
         if any(item is not None for item in _items(row.get(column))):
             raise ValueError(f"{where}, column {column!r}: videos are not offered yet; give frames as pictures")

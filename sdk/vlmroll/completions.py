@@ -7,6 +7,9 @@ from typing import Any
 
 from vlmroll.types import Rollout
 
+TABLE_COLUMNS = ("step", "row_id", "prompt", "completion", "advantage", "images")
+"""The columns that every table has; rewards and extras are named otherwise."""
+
 
 def table_rows(
     rollouts: Sequence[Rollout], texts: Sequence[str], extras: Mapping[str, Sequence[Any]], *, with_images: bool

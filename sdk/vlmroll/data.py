@@ -69,6 +69,8 @@ class Schedule:
 
 
 def _too_small(num_rows: int, prompts_per_round: int) -> ValueError:
+    if num_rows == 0:
+        return ValueError("the dataset has no rows; give one with at least one generation round of prompts")
     return ValueError(
         f"the dataset has {num_rows} rows but one generation round takes {prompts_per_round} prompts; lower "
         "generation_batch_size (or per_device_train_batch_size, gradient_accumulation_steps) or raise num_generations"

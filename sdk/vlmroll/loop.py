@@ -20,7 +20,7 @@ from vlmroll.config import PolicyConfig
 from vlmroll.generators import Generator
 from vlmroll.metrics import Metrics
 from vlmroll.modeling import load_adapter
-from vlmroll.resume import Round, load_round, save_round
+from vlmroll.resume import Round, check_plan, load_round, save_round
 from vlmroll.types import Rollout
 from vlmroll_processors import ProcessorAdapter
 from vlmroll_processors.types import Row
@@ -37,8 +37,7 @@ class RoundTrainer(Trainer):
     generator: Generator
 
     def __init__(self, **options: Any) -> None:
-        self.metrics = {mode: Metrics(type(self).__name__) for mode in ("train", "eval")}
-        self.table: dict[str, list[dict[str, Any]]] = {"train": [], "eval": []}
+        self._forget_logs()
         self._round: Round | None = None
         self._resumed_from: str | None = None
         self._micro_steps_left = 0
@@ -71,7 +70,13 @@ class RoundTrainer(Trainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train; see `transformers.Trainer.train`."""
         self._round, self._resumed_from = None, None
+        self._forget_logs()
         return super().train(*args, **kwargs)
+
+    def _forget_logs(self) -> None:
+        """Start metrics and tables anew: a run that failed may have left some."""
+        self.metrics = {mode: Metrics(type(self).__name__) for mode in ("train", "eval")}
+        self.table: dict[str, list[dict[str, Any]]] = {"train": [], "eval": []}
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[data.MicroStep], num_batches: int, device: torch.device
@@ -103,6 +108,8 @@ class RoundTrainer(Trainer):
             return None
         folder, self._resumed_from = self._resumed_from, None
         rank = self.accelerator.process_index
+        if step.index > 0:
+            check_plan(folder, rank, self._plan())
         place = {row_id: i for i, row_id in enumerate(step.row_ids)}
         found = load_round(
             folder,
@@ -151,11 +158,11 @@ class RoundTrainer(Trainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The loader of evaluation batches."""
-        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
+        chosen: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(chosen, str):
             chosen = self.eval_dataset[chosen]  # pyright: ignore
-        if chosen is None:
-            raise ValueError("evaluation needs an eval_dataset")
+        if chosen is None or (hasattr(chosen, "__len__") and len(chosen) == 0):
+            raise ValueError("evaluation needs an eval_dataset with rows")
         completions = self.args.per_device_eval_batch_size * self.accelerator.num_processes
         return data.eval_loader(chosen, max(1, completions // self.args.generations_per_prompt(evaluating=True)))
 
@@ -217,8 +224,15 @@ class RoundTrainer(Trainer):
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         folder.mkdir(parents=True, exist_ok=True)
         if self._round is not None:
-            save_round(self._round, folder, self.accelerator.process_index)
+            save_round(self._round, folder, self.accelerator.process_index, self._plan())
         super()._save_checkpoint(model, trial)
+
+    def _plan(self) -> dict[str, Any]:
+        """The options that decide what a round holds and how it is trained on."""
+        args = self.args
+        names = "seed data_seed shuffle_dataset num_generations per_device_train_batch_size steps_per_generation"
+        names += " num_iterations gradient_accumulation_steps max_completion_length top_entropy_quantile beta"
+        return {name: getattr(args, name) for name in names.split()} | {"processes": args.world_size}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load weights the way they were saved.
@@ -237,6 +251,8 @@ class RoundTrainer(Trainer):
 
     def _load_weights(self, folder: str, model: Any) -> bool:
         """Load the weights of a model of transformers, or its trained adapter, in place; False for other modules."""
+        if not Path(folder).is_dir():
+            raise ValueError(f"there is no checkpoint folder at {folder!r}; give one that a run has written")
         inner: Any = self.accelerator.unwrap_model(model)
         if hasattr(inner, "peft_config"):
             load_adapter(inner, folder)

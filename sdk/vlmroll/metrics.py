@@ -8,6 +8,11 @@ from typing import Any, Literal
 
 Kind = Literal["mean", "min", "max", "sum"]
 Entry = tuple[Kind, float, float]  # kind, running value (the total for a mean), weight
+_RESERVED = "loss grad_norm learning_rate epoch step reward reward_std frac_reward_zero_std entropy kl num_tokens"
+RESERVED = (*_RESERVED.split(), "step_time", "cispo_clip_ratio")
+RESERVED_PREFIXES = ("rewards/", "completions/", "prompts/", "images/", "batch/", "clip_ratio/", "profiling/", "eval_")
+"""Names of the trainer's own metrics, which a reward function must not mix its numbers into."""
+
 Gather = Callable[[list[Any]], list[Any]]
 
 
@@ -45,6 +50,20 @@ class Metrics:
             self.add_mean(f"{prefix}mean{suffix}", sum(values) / len(values), len(values))
             self.add("min", f"{prefix}min{suffix}", min(values))
             self.add("max", f"{prefix}max{suffix}", max(values))
+
+    def log_metric(self, name: str, value: Any) -> None:
+        """Add a number that a reward function logs, to the mean under its name.
+
+        Raises:
+            ValueError: not a number, or a name of the trainer's own metrics.
+        """
+        if name in RESERVED or name.startswith(RESERVED_PREFIXES):
+            raise ValueError(f"log_metric: {name!r} is a metric of the trainer itself; choose another name")
+        try:
+            number = float(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"log_metric: {name!r} needs a number, got {value!r}") from error
+        self.add_mean(name, number)
 
     def add_column(self, column: str, values: Sequence[Any]) -> None:
         """Add a column to the completions table: one value for each completion."""

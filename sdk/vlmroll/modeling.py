@@ -39,8 +39,12 @@ def add_adapter(model: Any, peft_config: Any, *, gradient_checkpointing: bool) -
     Raises:
         ValueError: the model is a PEFT model already, or the adapter changes the prompt instead of the weights.
     """
-    from peft import get_peft_model
+    from peft import PeftConfig, get_peft_model
 
+    if peft_config is not None and not isinstance(peft_config, PeftConfig):
+        raise ValueError(f"peft_config is a {type(peft_config).__name__}; give a peft config such as peft.LoraConfig")
+    if not hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
+        raise ValueError("the adapter was added by model.add_adapter; wrap the model with peft.get_peft_model instead")
     if peft_config is not None:
         if hasattr(model, "peft_config"):
             raise ValueError(

@@ -5,6 +5,7 @@ stored as numbers in JSON (floats are written exactly); prompts and pictures are
 dataset rows, which gives the same values.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmroll.types import Completion, Rollout
-from vlmroll_processors import ProcessorAdapter
+from vlmroll_processors import ProcessorAdapter, Prompt
 from vlmroll_processors.types import Row
 
 _SCORES = ("old_logprobs", "ref_logprobs", "entropies", "loss_mask")
@@ -31,11 +32,12 @@ def _path(folder: str | Path, rank: int) -> Path:
     return Path(folder) / f"rollouts_rank{rank}.json"
 
 
-def save_round(current: Round, folder: str | Path, rank: int) -> None:
-    """Write the round of this process into a checkpoint."""
+def save_round(current: Round, folder: str | Path, rank: int, plan: Mapping[str, Any]) -> None:
+    """Write the round of this process into a checkpoint, with the options that it was made under."""
     records = [
         {
             "row_id": rollout.row_id,
+            "prompt": _digest(rollout.prompt),
             "group": rollout.group,
             "completion_ids": rollout.completion.completion_ids,
             "logprobs": rollout.completion.logprobs,
@@ -48,8 +50,30 @@ def save_round(current: Round, folder: str | Path, rank: int) -> None:
         }
         for rollout in current.rollouts
     ]
-    content = {"epoch": current.epoch, "round": current.number, "rollouts": records}
+    content = {"epoch": current.epoch, "round": current.number, "plan": dict(plan), "rollouts": records}
     _path(folder, rank).write_text(json.dumps(content, allow_nan=False))
+
+
+def _digest(prompt: Prompt) -> str:
+    """Ids and pictures of a prompt, in short."""
+    content = repr((prompt.prompt_ids, [picture.key for picture in prompt.images]))
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def check_plan(folder: str | Path, rank: int, plan: Mapping[str, Any]) -> None:
+    """Refuse to go on inside a round with options that it was not made under.
+
+    Raises:
+        ValueError: names the option, its value then and now.
+    """
+    path = _path(folder, rank)
+    saved: Mapping[str, Any] = json.loads(path.read_text())["plan"] if path.is_file() else plan
+    for name, value in plan.items():
+        if saved.get(name) != value:
+            raise ValueError(
+                f"{folder} was made inside a generation round with {name}={saved.get(name)!r}, now it is {value!r}; "
+                "resume with the same, or from a checkpoint at the end of a round"
+            )
 
 
 def _scores(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,6 +99,12 @@ def load_round(
     row_ids = list(dict.fromkeys(record["row_id"] for record in records))
     rows = {row_id: row_of(row_id) for row_id in row_ids}
     prompts = dict(zip(row_ids, adapter.encode(list(rows.values()), row_ids), strict=True))
+    for record in records:
+        if record["prompt"] != _digest(prompts[record["row_id"]]):
+            raise ValueError(
+                f"row {record['row_id']}: its prompt is not the one that {folder} has completions of; resume with the "
+                "same dataset, or from a checkpoint at the end of a round"
+            )
     rollouts = tuple(
         Rollout(
             prompt=prompts[record["row_id"]],

@@ -48,6 +48,25 @@ def share_of(num_prompts: int, num_generations: int, rank: int, world_size: int)
     return shares
 
 
+def check_lengths(prompts: Sequence[Prompt], row_ids: Sequence[int], max_new: int, context: int | None) -> None:
+    """Refuse prompts that leave no room for the longest completion in the model's context.
+
+    Args:
+        max_new: `max_completion_length`.
+        context: positions that the model has; None for models without a limit.
+
+    Raises:
+        ValueError: names the row.
+    """
+    for prompt, row_id in zip(prompts, row_ids, strict=True):
+        if context is not None and prompt.num_tokens + max_new > context:
+            raise ValueError(
+                f"row {row_id}: its prompt has {prompt.num_tokens} tokens ({prompt.num_image_tokens} of pictures), and "
+                f"with max_completion_length={max_new} that is more than the model's {context} positions; shorten the "
+                "row, lower max_pixels or max_completion_length, or leave the row out"
+            )
+
+
 def generate_shares(
     generator: Generator, prompts: Sequence[Prompt], sampling: SamplingParams, shares: Sequence[Share]
 ) -> list[tuple[Completion, ...]]:
@@ -59,6 +78,11 @@ def generate_shares(
         seed = None if sampling.seed is None else sampling.seed + count
         output = generator.generate([prompts[i] for i in chosen], replace(sampling, seed=seed), count)
         for i, group in zip(chosen, output.completions, strict=True):
+            if len(group) != count:
+                raise ValueError(
+                    f"the generator returned {len(group)} completions for a prompt where {count} were asked for; "
+                    "`generate` must return `num_generations` for each"
+                )
             completions[i] = group
     return completions
 

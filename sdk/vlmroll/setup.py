@@ -2,17 +2,21 @@
 
 import difflib
 import hashlib
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from vlmroll.config import PolicyConfig
 from vlmroll.modeling import Reference, add_adapter, disable_dropout, freeze_vision_tower, load_model
-from vlmroll.rewards import ModelReward, RewardFunc
+from vlmroll.rewards import ModelReward
 from vlmroll_processors.adapter import FamilyAdapter, load_adapter
+
+logger = logging.getLogger(__name__)
 
 _LATER = {
     "quantization_config": "load the quantised model yourself and give it as `model`",
@@ -42,10 +46,14 @@ def prepare(model: Any, args: PolicyConfig, processing_class: Any, peft_config: 
     from transformers import set_seed
 
     set_seed(args.seed)  # adapters start from random weights
-    if isinstance(model, str):
-        model = load_model(model, options_dict(args.model_init_kwargs), trust_remote_code=args.trust_remote_code)
+    if isinstance(model, str | Path):
+        model = load_model(str(model), options_dict(args.model_init_kwargs), trust_remote_code=args.trust_remote_code)
     elif args.model_init_kwargs:
         raise ValueError("model_init_kwargs is for a model given by name; load the model with them yourself")
+    if getattr(model, "config", None) is None or getattr(model, "get_output_embeddings", lambda: None)() is None:
+        raise ValueError(f"model is {type(model).__name__}; give a model of transformers with a language-model head")
+    if processing_class is None and not model.config._name_or_path:
+        raise ValueError("the model was not loaded from a folder or hub; give its processor as processing_class")
     refuse_sharding(args)
     if isinstance(processing_class, FamilyAdapter):
         own = {name: getattr(args, name) for name in ("min_pixels", "max_pixels", "chat_template_kwargs")}
@@ -66,6 +74,8 @@ def prepare(model: Any, args: PolicyConfig, processing_class: Any, peft_config: 
             f"{type(model).__name__} takes pictures, but processing_class is a text tokenizer; give the model's "
             "processor (AutoProcessor), also for rows without pictures"
         )
+    if adapter.family.placeholder and not hasattr(model.config, "vision_config"):
+        raise ValueError(f"{type(model).__name__} takes no pictures; give its tokenizer as processing_class")
     if peft_config is not None or hasattr(model, "peft_config"):
         model = add_adapter(model, peft_config, gradient_checkpointing=args.gradient_checkpointing)
     if args.disable_dropout:
@@ -75,9 +85,46 @@ def prepare(model: Any, args: PolicyConfig, processing_class: Any, peft_config: 
     if adapter.family.placeholder and args.ddp_find_unused_parameters is None:
         # A micro-batch of text rows leaves the vision tower without gradients.
         args.ddp_find_unused_parameters = True
+    _check_trainable(model)
     new_adapter = peft_config is not None
     reference = Reference(model, new_adapter=new_adapter, device=args.device) if args.beta else None
     return Parts(model=model, adapter=adapter, reference=reference)
+
+
+def _check_trainable(model: Any) -> None:
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise ValueError(
+            "the model has no trainable parameters; load a PEFT adapter with is_trainable=True, or unfreeze weights"
+        )
+    if any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in trainable):
+        logger.warning(
+            "trainable weights are in half precision, where updates of a small learning rate round to nothing; load "
+            "them in float32 and set bf16=True for mixed precision"
+        )
+
+
+def context_length(model: Any) -> int | None:
+    """The number of positions that the model has, or None when its config names none."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def check_rows(role: str, rows: Any) -> None:
+    """Refuse what is no dataset of rows.
+
+    Raises:
+        TypeError: names the argument and what to give.
+    """
+    if rows is None:
+        return
+    kind = type(rows).__name__
+    if isinstance(rows, str) or kind == "DataFrame":
+        advice = {"str": "datasets.load_dataset(...)", "DataFrame": "datasets.Dataset.from_pandas(...)"}[kind]
+        raise TypeError(f"{role} is a {kind}; give {advice}")
+    if role == "train_dataset" and isinstance(rows, Mapping):
+        raise TypeError(f"{role} is a {kind}; give one split of it, or datasets.Dataset.from_dict(...)")
+    if iter(rows) is rows:
+        raise TypeError(f"{role} is a {kind}, which can be read once; give a list or a datasets.IterableDataset")
 
 
 def refuse_sharding(args: PolicyConfig) -> None:
@@ -92,7 +139,7 @@ def refuse_sharding(args: PolicyConfig) -> None:
         raise ValueError(f"{launched[0]}: sharded training is not offered yet; launch with data parallelism (DDP)")
 
 
-def reward_functions(reward_funcs: Any, tokenizers: Any, args: PolicyConfig) -> list[RewardFunc]:
+def reward_functions(reward_funcs: Any, tokenizers: Any, args: PolicyConfig) -> list[Any]:
     """Reward functions as a list, with models wrapped.
 
     Args:
@@ -110,7 +157,7 @@ def reward_functions(reward_funcs: Any, tokenizers: Any, args: PolicyConfig) -> 
     return [
         ModelReward(reward, tokenizer, device=args.device, trust_remote_code=args.trust_remote_code)
         if isinstance(reward, str | torch.nn.Module)
-        else cast("RewardFunc", reward)
+        else reward
         for reward, tokenizer in zip(given, classes, strict=True)
     ]
 

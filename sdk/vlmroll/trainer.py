@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from inspect import signature
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from accelerate.utils import gather_object
@@ -77,6 +77,10 @@ class PolicyTrainer(RoundTrainer):
         args = self.config_class() if args is None else args
         if not isinstance(args, self.config_class):
             raise TypeError(f"{name} takes args of {self.config_class.__name__}, got {type(args).__name__}")
+        for role, rows in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
+            setup.check_rows(role, rows)
+        if generator is not None and not isinstance(cast("object", generator), Generator):
+            raise TypeError(f"{name}: generator is {generator!r}; it needs generate, sync_weights, close, banned_ids")
         if generator is None:
             check_extra(setup.options_dict(args.generation_kwargs))
         parts = setup.prepare(model, args, processing_class, peft_config)
@@ -85,6 +89,7 @@ class PolicyTrainer(RoundTrainer):
         self.rewards = RewardSuite(functions, args.reward_weights)
         self.generator = TransformersGenerator(parts.model, parts.adapter) if generator is None else generator
         self._head_checked = False
+        self._context = setup.context_length(parts.model)
         super().__init__(
             model=parts.model,
             args=args,
@@ -114,6 +119,7 @@ class PolicyTrainer(RoundTrainer):
         rows, row_ids = [rows[share.group] for share in shares], [row_ids[share.group] for share in shares]
         with metrics.timed("encode"):
             prompts = self.adapter.encode(rows, row_ids)
+        rollouts.check_lengths(prompts, row_ids, self.args.max_completion_length, self._context)
         with metrics.timed("transformers.generate"), self.accelerator.autocast():
             completions = rollouts.generate_shares(self.generator, prompts, self._sampling(seed), shares)
         found = rollouts.assemble(shares, prompts, completions, rows, row_ids, self.generator.banned_ids)
@@ -174,8 +180,9 @@ class PolicyTrainer(RoundTrainer):
         kl = [rollouts.sequence_kl(rollout) for rollout in found]
         mine = [[float("nan") if value is None else value for value in r.rewards.values()] for r in found]
         everyone: list[tuple[list[list[float]], list[float]]] = gather_object([(mine, kl)])
-        each = torch.tensor([row for part, _ in everyone for row in part])
-        all_kl = torch.tensor([value for _, part in everyone for value in part])
+        # Double precision: rewards such as 1e8 + 1 differ from their neighbours by less than float32 can tell.
+        each = torch.tensor([row for part, _ in everyone for row in part], dtype=torch.float64)
+        all_kl = torch.tensor([value for _, part in everyone for value in part], dtype=torch.float64)
         total = self.rewards.total(each)
         advantages = self.compute_advantages(each, all_kl, num_generations)
         reporting.report_rewards(metrics, self.rewards.names, each, total, num_generations)

@@ -318,3 +318,32 @@ def test_a_saved_tokenizer_is_loaded_by_path(tmp_path: Path) -> None:
     loaded, here = load_adapter(str(tmp_path)), load_adapter(own)
     rows: list[dict[str, Any]] = [{"prompt": user("which")}, {"prompt": "which"}]
     assert [p.prompt_ids for p in loaded.encode(rows)] == [p.prompt_ids for p in here.encode(rows)]
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        ({"min_pixels": 2000, "max_pixels": 1000}, "min_pixels=2000 is above max_pixels=1000"),
+        ({"max_pixels": -5}, "max_pixels must be a whole number"),
+    ],
+    ids=str,
+)
+def test_a_pixel_budget_that_cannot_be_kept_is_refused(budget: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_adapter(tiny("qwen2_5_vl").processor, **budget)
+
+
+def test_a_pixel_budget_is_kept_against_the_processors_own_bounds() -> None:
+    """The tiny processor takes 512 to 4096 pixels."""
+    row = {"prompt": user("which", picture(200, 200, 1))}
+    (prompt,) = load_adapter(tiny("qwen2_5_vl").processor, max_pixels=300).encode([row])
+    assert int(prompt.forward_kwargs["image_grid_thw"].prod()) * 8 * 8 <= 300
+    (prompt,) = load_adapter(tiny("qwen2_5_vl").processor, min_pixels=20_000, max_pixels=60_000).encode([row])
+    assert int(prompt.forward_kwargs["image_grid_thw"].prod()) * 8 * 8 >= 20_000
+    with pytest.raises(ValueError, match="row 0.*min_pixels=20000 is above the processor's own limit of 4096"):
+        load_adapter(tiny("qwen2_5_vl").processor, min_pixels=20_000).encode([row])
+
+
+def test_a_pixel_budget_for_a_text_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_pixels is set, but the model takes no pictures"):
+        load_adapter(tokenizer(), max_pixels=1000)

@@ -111,6 +111,7 @@ def test_a_resumed_epoch_goes_on_where_it_was(stream: bool, skipped: int, epoch:
 def test_too_few_rows_for_a_round(stream: bool, num_rows: int) -> None:
     rows = Endless(ROWS[:num_rows]) if stream else ROWS[:num_rows]
     message = f"the dataset has {num_rows} rows but one generation round takes 3 prompts; lower generation_batch_size"
+    message = message if num_rows else "the dataset has no rows"
     with pytest.raises(ValueError, match=message):
         list(round_loader(rows, schedule()))
 

@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 from tiny_models import picture, randomise, tiny, tokenizer, user
 from vlmroll.metrics import Metrics
 from vlmroll.rewards import ModelReward, RewardSuite
-from vlmroll.rewards.base import completion_of
+from vlmroll.rewards.arguments import completion_of
 from vlmroll.types import Completion, Rollout
 from vlmroll_processors import Prompt, load_adapter
 

@@ -20,9 +20,11 @@ def process(processor: Any, pictures: Sequence[Picture], budget: Mapping[str, in
     results: list[PictureKwargs] = [{}] * len(pictures)
     own_size = [i for i, picture in enumerate(pictures) if picture.resize]
     usual = [i for i, picture in enumerate(pictures) if not picture.resize]
-    size = dict(image_processor.size)
-    size["shortest_edge"] = budget.get("min_pixels", size["shortest_edge"])
-    size["longest_edge"] = budget.get("max_pixels", size["longest_edge"])
+    high = budget.get("max_pixels", image_processor.size["longest_edge"])
+    low = budget.get("min_pixels", min(image_processor.size["shortest_edge"], high))
+    if low > high:
+        raise ValueError(f"min_pixels={low} is above the processor's own limit of {high} pixels; set max_pixels too")
+    size = {"shortest_edge": low, "longest_edge": high}
     for chosen, options in ((usual, {"size": size}), (own_size, {"do_resize": False})):
         if not chosen:
             continue

@@ -1,5 +1,6 @@
 """Options of generation: how many completions a round has, and how their tokens are sampled."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -103,6 +104,7 @@ class GenerationOptions:
 
     def _check_sampling(self) -> None:
         hot, top_p, min_p, penalty = self.temperature, self.top_p, self.min_p, self.repetition_penalty
+        require(math.isfinite(hot), "temperature", hot, "it must be finite")
         require(hot > 0, "temperature", hot, "it must be greater than 0; at 0 all completions of a group are the same")
         require(0 < top_p <= 1, "top_p", top_p, "it must be greater than 0 and at most 1 (1: all tokens)")
         require(min_p is None or 0 <= min_p <= 1, "min_p", min_p, "it must be from 0 to 1, or None")

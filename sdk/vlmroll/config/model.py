@@ -10,7 +10,7 @@ from .options import option, require, require_dict
 class ModelOptions:
     """How the policy is loaded and run.
 
-    `GRPOConfig(model_init_kwargs={"dtype": "bfloat16"}, freeze_vision_tower=True)`
+    `GRPOConfig(model_init_kwargs={"attn_implementation": "sdpa"}, freeze_vision_tower=True)`
     """
 
     model_init_kwargs: dict[str, Any] | str | None = option(

@@ -14,7 +14,8 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NoReturn, TypeVar, cast
+from types import NoneType, UnionType
+from typing import Any, NoReturn, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -104,6 +105,28 @@ def require_choice(
 def require_dict(name: str, value: object) -> None:
     """Refuse a value that is neither None nor a dict (text that is a JSON object has become a dict before this)."""
     require(value is None or isinstance(value, dict), name, value, "it must be a dict, or a JSON object as text")
+
+
+def require_types(config: object, **also: type) -> None:
+    """Refuse values of another type than declared, such as the text "4"; `also` allows a further type by option."""
+    hints = get_type_hints(type(config))
+    for info in describe_options(type(config)).values():
+        value: object = getattr(config, info.name)
+        hint = hints[info.name]
+        allowed = _fits(value, hint) or (info.name in also and isinstance(value, also[info.name]))
+        if value is not info.default and not allowed:
+            refuse(info.name, value, f"it must be {getattr(hint, '__name__', hint)}, got {type(value).__name__}")
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Whether a value is of a plain type, or of one of a union's; other types are left to checks of their own."""
+    if parts := get_args(hint) if get_origin(hint) in (Union, UnionType) else ():
+        return any(_fits(value, part) for part in parts)
+    if hint in (bool, str, NoneType):
+        return isinstance(value, hint)
+    if hint in (int, float):
+        return not isinstance(value, bool) and isinstance(value, int if hint is int else int | float)
+    return True
 
 
 def refuse_unsupported(config: object) -> None:

@@ -13,7 +13,7 @@ from .images import ImageOptions
 from .logging import LoggingOptions
 from .model import ModelOptions
 from .objective import ObjectiveOptions
-from .options import refuse, refuse_unknown_names, refuse_unsupported, require
+from .options import refuse, refuse_unknown_names, refuse_unsupported, require, require_types
 from .training import TrainingOptions, has_bfloat16
 from .vllm import VLLMOptions
 
@@ -53,6 +53,7 @@ class PolicyConfig(
     _names_elsewhere: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
+        require_types(self, scale_rewards=bool)
         refuse_unsupported(self)
         self._refuse_split_rows()
         if cast("bool | None", self.bf16) is None:

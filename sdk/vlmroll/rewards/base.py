@@ -1,10 +1,8 @@
 """Calling reward functions and checking what they return."""
 
-import asyncio
 import inspect
 import math
-import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any, cast
@@ -12,10 +10,12 @@ from typing import Any, cast
 import torch
 
 from vlmroll.advantages import weighted_sum
+from vlmroll.completions import TABLE_COLUMNS
 from vlmroll.metrics import Metrics
+from vlmroll.rewards.arguments import accepted, columns_of
+from vlmroll.rewards.background import named, run_together
 from vlmroll.types import Rollout
 
-_CONTEXT = ("trainer_state", "log_metric", "log_extra")
 RewardFunc = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 
 
@@ -27,7 +27,7 @@ class RewardSuite:
         weights: one for each function; None means 1 for all.
 
     Raises:
-        ValueError: no function, or as many weights as there are functions are not given.
+        ValueError: no function, something that cannot be called, or weights that do not fit.
 
     Example:
         >>> def short(completions, **kwargs):
@@ -36,18 +36,20 @@ class RewardSuite:
         ['short']
     """
 
-    def __init__(self, functions: Sequence[RewardFunc], weights: Sequence[float] | None = None) -> None:
+    def __init__(self, functions: Sequence[Any], weights: Sequence[float] | None = None) -> None:
         if not functions:
             raise ValueError("reward_funcs is empty; give at least one reward function")
-        if weights is not None and len(weights) != len(functions):
-            raise ValueError(f"reward_weights has {len(weights)} values for {len(functions)} reward functions")
+        for i, function in enumerate(functions):
+            if not callable(function) or inspect.isclass(function):
+                raise ValueError(f"reward_funcs[{i}] is {function!r}; give a function, a model or a model's id")
         self.functions = list(functions)
-        self.weights = [1.0] * len(functions) if weights is None else [float(weight) for weight in weights]
+        self.weights = _weights(weights, len(functions))
         self.names: list[str] = []
         for function in functions:
             name = _name_of(function)
             numbered = (f"{name}_{number}" if number > 1 else name for number in count(1))
-            self.names.append(next(free for free in numbered if free not in self.names))
+            taken = (*self.names, *TABLE_COLUMNS)
+            self.names.append(next(free for free in numbered if free not in taken))
 
     def total(self, rewards: torch.Tensor) -> torch.Tensor:
         """The weighted sum [N] of rewards [N, F]; NaN where no function gave one."""
@@ -63,91 +65,55 @@ class RewardSuite:
             metrics: receives what the functions log, and their times.
 
         Raises:
-            ValueError: a function returned a wrong number of rewards, or something that is not a finite number or None.
+            ValueError: a function asks for a column that is not there, or returned a wrong number of rewards or
+                something that is not a finite number or None.
         """
+        metrics.take_columns()  # what a round that failed has left
         if not rollouts:
             return []  # a process without a share; functions would get no columns
-
-        def log_metric(name: str, value: Any) -> None:
-            metrics.add_mean(name, float(value))
-
-        def log_extra(column: str, values: Any) -> None:
-            metrics.add_column(column, list(values))
-
-        columns = _columns(rollouts, texts)
-        for name, function in zip(self.names, self.functions, strict=True):
-            if missing := _missing(function, columns):
-                raise ValueError(
-                    f"reward function {name!r} asks for {missing[0]!r}, which is no column of the rows; there are "
-                    f"{', '.join(sorted(columns))}"
-                )
-        columns |= {"trainer_state": state, "log_metric": log_metric, "log_extra": log_extra}
-        results: dict[str, Sequence[float | None]] = {}
+        results: dict[str, Any] = {}
         waiting: dict[str, Awaitable[Any]] = {}
         for name, function in zip(self.names, self.functions, strict=True):
-            with metrics.timed(name):
-                result: Any = function(**_accepted(function, columns))
-            if inspect.isawaitable(result):
-                waiting[name] = result
-            else:
-                results[name] = result
+            given: dict[str, Any] = columns_of(rollouts, texts)
+            given |= {"trainer_state": state, "log_metric": metrics.log_metric, "log_extra": self._log_extra(metrics)}
+            with metrics.timed(name), named(name):
+                results[name] = function(**accepted(name, function, given))
+            if inspect.isawaitable(results[name]):
+                waiting[name] = results[name]
         if waiting:
             with metrics.timed("async_rewards"):
-                results |= _run(_gather(waiting))
+                results |= run_together(waiting)
         checked = {name: _checked(name, results[name], rollouts) for name in self.names}
         return [
             replace(rollout, rewards={name: checked[name][i] for name in self.names})
             for i, rollout in enumerate(rollouts)
         ]
 
+    def _log_extra(self, metrics: Metrics) -> Callable[[str, Any], None]:
+        def log_extra(column: str, values: Any) -> None:
+            if column in (*TABLE_COLUMNS, *self.names):
+                raise ValueError(f"log_extra: the completions table has a column {column!r} of its own; rename yours")
+            if isinstance(values, str):
+                raise ValueError(f"log_extra: column {column!r} needs a list with a value for each completion")
+            metrics.add_column(column, list(values))
 
-def _columns(rollouts: Sequence[Rollout], texts: Sequence[str]) -> dict[str, Any]:
-    names = {name for rollout in rollouts for name in rollout.row} - {"prompt", "completion", "completion_ids"}
-    columns: dict[str, Any] = {name: [rollout.row.get(name) for rollout in rollouts] for name in sorted(names)}
-    columns["prompts"] = [rollout.row["prompt"] for rollout in rollouts]
-    columns["completions"] = [completion_of(r.row["prompt"], text) for r, text in zip(rollouts, texts, strict=True)]
-    columns["completion_ids"] = [list(rollout.completion.completion_ids) for rollout in rollouts]
-    columns["images"] = [[picture.image for picture in rollout.prompt.images] for rollout in rollouts]
-    return columns
+        return log_extra
 
 
-def completion_of(prompt: Any, text: str) -> str | list[dict[str, str]]:
-    """A completion in the form of its prompt: a string, or one assistant message.
-
-    When the prompt ends in an assistant message, the completion carries that message on and holds its text too.
-    """
-    if isinstance(prompt, str):
-        return text
-    last = prompt[-1]
-    if last["role"] == "assistant":
-        content = last["content"]
-        said = content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
-        text = said + text
-    return [{"role": "assistant", "content": text}]
+def _weights(given: Any, num_functions: int) -> list[float]:
+    if given is None:
+        return [1.0] * num_functions
+    numbers = list(cast("Sequence[Any]", given)) if isinstance(given, list | tuple) else None
+    if numbers is None or not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
+        raise ValueError(f"reward_weights must be a list of finite numbers, got {given!r}")
+    if len(numbers) != num_functions:
+        raise ValueError(f"reward_weights has {len(numbers)} values for {num_functions} reward functions")
+    return [float(number) for number in numbers]
 
 
 def _name_of(function: RewardFunc) -> str:
     inner: Any = getattr(function, "func", function)  # a functools.partial is named after its function
     return getattr(inner, "__name__", type(inner).__name__)
-
-
-def _accepted(function: RewardFunc, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that the function names, or all when it takes `**kwargs`."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return dict(columns)
-    return {parameter.name: columns[parameter.name] for parameter in parameters if parameter.name in columns}
-
-
-def _missing(function: RewardFunc, columns: Mapping[str, Any]) -> list[str]:
-    """Arguments without a default that no column gives."""
-    given = {*columns, *_CONTEXT}
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [
-        parameter.name
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.kind in named and parameter.default is inspect.Parameter.empty and parameter.name not in given
-    ]
 
 
 def _checked(name: str, values: Any, rollouts: Sequence[Rollout]) -> list[float | None]:
@@ -162,27 +128,8 @@ def _checked(name: str, values: Any, rollouts: Sequence[Rollout]) -> list[float 
             raise ValueError(
                 f"reward function {name!r} gave {value!r} for row {rollout.row_id}; a reward is a number or None"
             )
-        if value is not None and math.isinf(value):
+        # Rewards end as float32: a number that is infinite there would take the whole group's advantages with it.
+        if value is not None and not math.isnan(value) and abs(value) > torch.finfo(torch.float32).max:
             raise ValueError(f"reward function {name!r} gave {value} for row {rollout.row_id}; rewards must be finite")
         checked.append(None if value is None or math.isnan(value) else float(value))
     return checked
-
-
-async def _gather(waiting: Mapping[str, Awaitable[Any]]) -> dict[str, Any]:
-    return dict(zip(waiting, await asyncio.gather(*waiting.values()), strict=True))
-
-
-_loop: asyncio.AbstractEventLoop | None = None
-
-
-def _run(work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-    """Run on one event loop that lives as long as the process, in its own thread.
-
-    One loop, since clients that a reward keeps open belong to the loop they were made on; a thread, since the caller
-    may itself run inside a loop, as notebooks do.
-    """
-    global _loop
-    if _loop is None:
-        _loop = asyncio.new_event_loop()
-        threading.Thread(target=_loop.run_forever, name="vlmroll-rewards", daemon=True).start()
-    return asyncio.run_coroutine_threadsafe(work, _loop).result()

@@ -1,0 +1,78 @@
+"""What a reward function is given: the columns of its completions, and what it asks for among them."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from vlmroll.types import Rollout
+
+CONTEXT = ("trainer_state", "log_metric", "log_extra")
+_OURS = ("prompts", "completions", "completion_ids", *CONTEXT)
+
+
+def columns_of(rollouts: Sequence[Rollout], texts: Sequence[str]) -> dict[str, list[Any]]:
+    """The columns of the rows, one value for each completion, with `prompts`, `completions` and so on.
+
+    Lists and mappings are copied for every completion, so that a function that changes them changes nothing else.
+
+    Raises:
+        ValueError: a column of the dataset has the name of one of ours.
+    """
+    names = sorted({name for rollout in rollouts for name in rollout.row} - {"prompt", "images"})
+    if taken := [name for name in names if name in _OURS]:
+        raise ValueError(
+            f"row {rollouts[0].row_id}: the column {taken[0]!r} has the name of an argument that reward functions get; "
+            "rename the column"
+        )
+    columns: dict[str, list[Any]] = {name: [own(rollout.row.get(name)) for rollout in rollouts] for name in names}
+    columns["prompts"] = [own(rollout.row["prompt"]) for rollout in rollouts]
+    columns["completions"] = [completion_of(r.row["prompt"], text) for r, text in zip(rollouts, texts, strict=True)]
+    columns["completion_ids"] = [list(rollout.completion.completion_ids) for rollout in rollouts]
+    columns["images"] = [[picture.image for picture in rollout.prompt.images] for rollout in rollouts]
+    return columns
+
+
+def own(value: Any) -> Any:
+    """A copy of nested lists and mappings; what they hold is shared."""
+    if isinstance(value, Mapping):
+        return {key: own(item) for key, item in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, list):
+        return [own(item) for item in cast("list[Any]", value)]
+    return value
+
+
+def completion_of(prompt: Any, text: str) -> str | list[dict[str, str]]:
+    """A completion in the form of its prompt: a string, or one assistant message.
+
+    When the prompt ends in an assistant message, the completion carries that message on and holds its text too.
+    """
+    if isinstance(prompt, str):
+        return text
+    last = prompt[-1]
+    if last["role"] == "assistant":
+        content = last["content"]
+        said = content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
+        text = said + text
+    return [{"role": "assistant", "content": text}]
+
+
+def accepted(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that the function names, or all when it takes `**kwargs`.
+
+    Raises:
+        ValueError: it asks for something that is not there, or by position only.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    if positional := [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_ONLY]:
+        raise ValueError(f"reward function {name!r} takes {positional[0]!r} by position only; drop the '/'")
+    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
+        raise ValueError(f"reward function {name!r} takes *args, but is called by names; name its arguments")
+    named = [p for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    if missing := [p.name for p in named if p.default is inspect.Parameter.empty and p.name not in given]:
+        raise ValueError(
+            f"reward function {name!r} asks for {missing[0]!r}, which is no column of the rows; there are "
+            f"{', '.join(sorted(given))}"
+        )
+    if len(named) < len(parameters):
+        return dict(given)
+    return {parameter.name: given[parameter.name] for parameter in named if parameter.name in given}
