@@ -130,6 +130,9 @@ class Prompt:
         object.__setattr__(self, "forward_kwargs", MappingProxyType(dict(self.forward_kwargs)))
         object.__setattr__(self, "join", MappingProxyType(dict(self.join)))
 
+    def __repr__(self) -> str:
+        return f"Prompt({self.num_tokens} tokens, {len(self.images)} pictures, text={self.text[:40]!r})"
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Read-only views cannot be pickled, and loader workers and processes exchange prompts.
         values = {name.name: getattr(self, name.name) for name in fields(self)}

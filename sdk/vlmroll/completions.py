@@ -1,11 +1,14 @@
 """The completions table: printed in the console and written as parquet, with the pictures."""
 
 import io
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vlmroll.types import Rollout
+
+_SPECIAL_TOKEN = re.compile(r"<\|[^|<>]*\|>")
 
 TABLE_COLUMNS = ("step", "row_id", "prompt", "completion", "advantage", "images")
 """The columns that every table has; rewards and extras are named otherwise."""
@@ -59,14 +62,14 @@ def write_parquet(rows: Sequence[Mapping[str, Any]], folder: Path, step: int) ->
     columns = list(dict.fromkeys(column for row in rows for column in row))
     data = {column: _one_type([row.get(column) for row in rows]) for column in columns}
     data = {"step": [step] * len(rows), **data}
-    table = datasets.Dataset.from_dict(data)
+    features = dict(datasets.Dataset.from_dict(data).features)
     for column, values in data.items():
-        if column != "images" and all(value is None for value in values):
+        if all(value is None for value in values):
             # Without a type, this file could not be loaded together with those of other steps.
-            table = table.cast_column(column, datasets.Value("float64"))
+            features[column] = datasets.Value("float64")
     if "images" in data:
-        features = datasets.Features({**table.features, "images": datasets.List(datasets.Image())})
-        table = datasets.Dataset.from_dict(data, features=features)
+        features["images"] = datasets.List(datasets.Image())
+    table = datasets.Dataset.from_dict(data, features=datasets.Features(features))
     path = folder / f"completions_{step:05d}.parquet"
     folder.mkdir(parents=True, exist_ok=True)
     # Written by pyarrow itself: the writer of datasets shows a progress bar in the middle of the run's.
@@ -85,8 +88,8 @@ def _one_type(values: list[Any]) -> list[Any]:
     return values
 
 
-def print_table(rows: Sequence[Mapping[str, Any]], step: int, *, limit: int | None, unique_prompts: bool) -> None:
-    """Print some of the rows with rich; pictures are shown by their sizes."""
+def print_table(rows: Sequence[Mapping[str, Any]], title: str, *, limit: int | None, unique_prompts: bool) -> None:
+    """Print some of the rows: a prompt once for its group, without special tokens, and pictures by their sizes."""
     from PIL import Image
     from rich.console import Console
     from rich.table import Table
@@ -94,17 +97,23 @@ def print_table(rows: Sequence[Mapping[str, Any]], step: int, *, limit: int | No
 
     if unique_prompts:
         rows = list({row["row_id"]: row for row in reversed(rows)}.values())[::-1]
-    table = Table(title=f"Step {step}", show_lines=True)
+    table = Table(title=title, show_lines=True)
     columns = list(dict.fromkeys(column for row in rows for column in row))
     for column in columns:
         table.add_column(column, overflow="fold")
+    last: Any = None
     for row in rows if limit is None else rows[:limit]:
+        sibling, last = row["row_id"] == last, row["row_id"]
         cells: list[Text] = []
         for column in columns:
-            value = row.get(column)
+            value: Any = row.get(column)
+            if column == "prompt":
+                value = "" if sibling else _SPECIAL_TOKEN.sub("", value).strip()
             if column == "images":
                 sizes = [Image.open(io.BytesIO(image["bytes"])).size for image in value or []]
                 value = ", ".join(f"{width}x{height}" for width, height in sizes)
             cells.append(Text("" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)))
         table.add_row(*cells)
-    Console().print(table)
+    console = Console()
+    console.print()  # the progress bar ends without a line feed
+    console.print(table)

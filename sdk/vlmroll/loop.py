@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from transformers import Trainer
+from transformers import ProgressCallback, Trainer
 
 from vlmroll import data, rollouts
 from vlmroll.completions import print_table, write_parquet
 from vlmroll.config import PolicyConfig
+from vlmroll.console import ShortProgress
 from vlmroll.generators import Generator
 from vlmroll.metrics import Metrics
 from vlmroll.modeling import load_adapter
@@ -45,6 +46,8 @@ class RoundTrainer(Trainer):
         self._random_states_loaded = False
         self._evaluating: str | None = None
         super().__init__(**options)
+        if self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(ShortProgress)
 
     def collect(self, rows: Sequence[Row], row_ids: Sequence[int], seed: tuple[Any, ...], mode: str) -> list[Rollout]:
         """This process's rollouts of one round of rows, ready to train on."""
@@ -213,9 +216,10 @@ class RoundTrainer(Trainer):
         if rows and self.is_world_process_zero():
             folder = Path(str(self.args.output_dir)) / f"{prefix}completions"
             write_parquet(rows, folder, self.state.global_step)
+            title = f"step {self.state.global_step}"
             print_table(
                 rows,
-                self.state.global_step,
+                title.capitalize() if mode == "train" else f"Evaluation, {title}",
                 limit=self.args.num_completions_to_print,
                 unique_prompts=self.args.log_unique_prompts,
             )

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,8 @@ def load_model(model: str, options: Mapping[str, Any] | None = None, *, trust_re
     """
     import transformers
 
+    if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
+        raise ValueError(f"model={model!r}: there is no such folder")
     options = dict(options or {})
     options.setdefault("dtype", options.pop("torch_dtype", torch.float32))  # the name that transformers had before
     if isinstance(options["dtype"], str) and options["dtype"] != "auto":

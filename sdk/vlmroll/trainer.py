@@ -8,6 +8,7 @@ the rollouts are a list, which the loop (`vlmroll.loop`) cuts; each knows its sh
 step, so the cut never changes the gradient.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -32,6 +33,8 @@ from vlmroll.scoring import Scores, check_head, make_batch, pad_batch, policy_lo
 from vlmroll.types import Batch, Rollout, SamplingParams
 from vlmroll_processors import PaddedBatch
 from vlmroll_processors.types import Row
+
+logger = logging.getLogger(__name__)
 
 
 class PolicyTrainer(RoundTrainer):
@@ -184,6 +187,10 @@ class PolicyTrainer(RoundTrainer):
         each = torch.tensor([row for part, _ in everyone for row in part], dtype=torch.float64)
         all_kl = torch.tensor([value for _, part in everyone for value in part], dtype=torch.float64)
         total = self.rewards.total(each)
+        if total.isnan().all():
+            logger.warning(
+                "no reward function scored any of the %d completions: nothing is learned from them", len(total)
+            )
         advantages = self.compute_advantages(each, all_kl, num_generations)
         reporting.report_rewards(metrics, self.rewards.names, each, total, num_generations)
         first = sum(len(part) for part, _ in everyone[: self.accelerator.process_index])

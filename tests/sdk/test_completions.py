@@ -121,7 +121,7 @@ ODD = "[red] [/] [bold]x[/bold] [link=a]\x00\x1b[31m\u202e\n\ttab 你好 \U0001f
 
 def test_odd_text_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     rows = table((ODD, "", "[/red]"), note=["[green]", None, ODD])
-    print_table(rows, 3, limit=None, unique_prompts=False)
+    print_table(rows, "Step 3", limit=None, unique_prompts=False)
     printed = capsys.readouterr().out
     assert "Step 3" in printed
     squeezed = "".join(printed.split())
@@ -133,7 +133,7 @@ def printed_rows(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     """The completions of the printed rows of six, two for each prompt, on a wide console."""
     monkeypatch.setenv("COLUMNS", "400")
     rows = [row for one, other in zip(table(), table(("d", "e", "f")), strict=True) for row in (one, other)]
-    print_table(rows, 0, **options)
+    print_table(rows, "Step 0", **options)
     lines = [line.split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     return [cells[3].strip() for cells in lines if cells[3].strip()]
 
@@ -150,10 +150,35 @@ def test_some_rows_are_printed(capsys: pytest.CaptureFixture[str], monkeypatch: 
 
 def test_pictures_are_printed_as_sizes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "400")
-    print_table(table(), 0, limit=None, unique_prompts=False)
+    print_table(table(), "Step 0", limit=None, unique_prompts=False)
     assert "40x40, 33x57, 64x64" in capsys.readouterr().out
 
 
 def test_missing_rewards_and_nan_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table([{"row_id": 0, "prompt": "p", "right": None, "advantage": math.nan}], 0, limit=5, unique_prompts=True)
+    print_table(
+        [{"row_id": 0, "prompt": "p", "right": None, "advantage": math.nan}], "Step 0", limit=5, unique_prompts=True
+    )
     assert "nan" in capsys.readouterr().out
+
+
+def test_a_prompt_is_printed_once_for_its_group(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    row = {"row_id": 3, "prompt": "<|im_start|>user\nwhich ?<|im_end|>", "completion": "a"}
+    print_table([row, {**row, "completion": "b"}], "Evaluation, step 2", limit=None, unique_prompts=False)
+    printed = capsys.readouterr().out
+    assert printed.count("which ?") == 1
+    assert "<|im_start|>" not in printed
+    assert "Evaluation, step 2" in printed
+
+
+def test_the_console_line_is_short() -> None:
+    from vlmroll.console import short_line
+
+    logs = {"loss": -0.00123456, "reward": 0.5, "completions/mean_length": 9.25, "clip_ratio/low_mean": 0.0}
+    logs["profiling/Time taken: GRPOTrainer.accuracy_reward"] = 0.1
+    assert short_line(3, 9, logs) == "step 3/9  reward 0.5  loss -0.001235  mean_length 9.25"
+    logs = {"eval_few_reward": 0.25, "eval_few_loss": 1.0}
+    assert short_line(3, 9, logs) == "step 3/9  eval_few  reward 0.25  loss 1"
+    assert short_line(9, 9, {"train_runtime": 58.68}) == "step 9/9  finished after 58.7 s"

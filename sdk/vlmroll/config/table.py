@@ -60,7 +60,8 @@ def options_page() -> str:
 
 def option_table(options: Iterable[OptionInfo]) -> str:
     """A Markdown table with one row for each option."""
-    rows = [(f"`{info.name}`", f"`{written(info.default)}`", status(info), info.help) for info in options]
+    ordered = sorted(options, key=lambda info: info.refused is not None)  # what works comes first
+    rows = [(f"`{info.name}`", f"`{written(info.default)}`", status(info), info.help) for info in ordered]
     return markdown_table([("option", "default", "status", "meaning"), *rows])
 
 

@@ -1,6 +1,7 @@
 """Calling reward functions and checking what they return."""
 
 import inspect
+import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -15,6 +16,8 @@ from vlmroll.metrics import Metrics
 from vlmroll.rewards.arguments import accepted, columns_of
 from vlmroll.rewards.background import named, run_together
 from vlmroll.types import Rollout
+
+logger = logging.getLogger(__name__)
 
 RewardFunc = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 
@@ -118,10 +121,14 @@ def _name_of(function: RewardFunc) -> str:
 
 def _checked(name: str, values: Any, rollouts: Sequence[Rollout]) -> list[float | None]:
     values = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(values, Sequence) or len(cast("Sequence[Any]", values)) != len(rollouts):
-        given = len(cast("Sequence[Any]", values)) if isinstance(values, Sequence) else type(values).__name__
+    if not isinstance(values, Sequence):
+        kind = type(values).__name__
+        raise ValueError(f"reward function {name!r} returned a {kind}; return a list of {len(rollouts)} rewards")
+    if len(cast("Sequence[Any]", values)) != len(rollouts):
+        given = len(cast("Sequence[Any]", values))
         raise ValueError(f"reward function {name!r} returned {given} for {len(rollouts)} completions; return one each")
     checked: list[float | None] = []
+    unclear = 0
     for value, rollout in zip(cast("Sequence[Any]", values), rollouts, strict=True):
         value = value.item() if math.prod(getattr(value, "shape", (0,))) == 1 else value
         if value is not None and not isinstance(value, int | float):
@@ -131,5 +138,8 @@ def _checked(name: str, values: Any, rollouts: Sequence[Rollout]) -> list[float 
         # Rewards end as float32: a number that is infinite there would take the whole group's advantages with it.
         if value is not None and not math.isnan(value) and abs(value) > torch.finfo(torch.float32).max:
             raise ValueError(f"reward function {name!r} gave {value} for row {rollout.row_id}; rewards must be finite")
+        unclear += value is not None and math.isnan(value)
         checked.append(None if value is None or math.isnan(value) else float(value))
+    if unclear:
+        logger.warning("reward function %r gave NaN for %d completions; they count as not scored by it", name, unclear)
     return checked
