@@ -51,7 +51,7 @@ class RoundTrainer(Trainer):
 
     def collect(self, rows: Sequence[Row], row_ids: Sequence[int], seed: tuple[Any, ...], mode: str) -> list[Rollout]:
         """This process's rollouts of one round of rows, ready to train on."""
-        raise NotImplementedError
+        raise NotImplementedError("PolicyTrainer gives `collect`")
 
     # Training.
 

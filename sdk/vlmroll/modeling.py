@@ -32,7 +32,9 @@ def load_model(model: str, options: Mapping[str, Any] | None = None, *, trust_re
     )
     names: Sequence[str] = config.architectures or ()
     kind = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
-    kind = kind or transformers.AutoModelForCausalLM
+    if kind is None:  # code of the repository's own; a text class would leave the vision tower out
+        pictures = hasattr(config, "vision_config")
+        kind = transformers.AutoModelForImageTextToText if pictures else transformers.AutoModelForCausalLM
     return kind.from_pretrained(model, trust_remote_code=trust_remote_code, **options)
 
 

@@ -105,11 +105,11 @@ class PolicyTrainer(RoundTrainer):
 
     def compute_advantages(self, rewards: torch.Tensor, kl: torch.Tensor, num_generations: int) -> torch.Tensor:
         """Advantages [N] of a round from its rewards [N, F] and the KL of each completion to the reference [N]."""
-        raise NotImplementedError
+        raise NotImplementedError("an algorithm gives this; use GRPOTrainer or RLOOTrainer, or write your own")
 
     def policy_term(self, logprobs: torch.Tensor, old_logprobs: torch.Tensor, batch: Batch) -> PolicyTerm:
         """The objective's loss for each token or row, without KL."""
-        raise NotImplementedError
+        raise NotImplementedError("an algorithm gives this; use GRPOTrainer or RLOOTrainer, or write your own")
 
     # A round: rows to rollouts.
 

@@ -334,3 +334,13 @@ def test_the_data_seed_orders_the_rows(tmp_path: Path) -> None:
 
     assert order(seed=1) == order(seed=2, data_seed=1)
     assert order(seed=1) != order(seed=1, data_seed=2)
+
+
+def test_a_checkpoint_of_an_unknown_architecture_keeps_its_vision_tower(tmp_path: Path) -> None:
+    from tiny_models import tiny
+    from vlmroll.modeling import load_model
+
+    tiny("qwen2_5_vl").model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["SomethingOwn"]}))
+    assert any("visual" in name for name, _ in load_model(str(tmp_path)).named_parameters())
