@@ -9,10 +9,11 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from tiny_families import BUILDERS, UNKNOWN, build
+from tiny_families.base import byte_level_bpe, randomise
 
 SPECIAL = (
     "<|endoftext|>",
@@ -27,13 +28,17 @@ SPECIAL = (
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
-    "{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ p.text }}{% endif %}"
+    "{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif p.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ p.text }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-TEXT = "which picture shows the larger digit ? what is the sum of 0 1 2 3 4 5 6 7 8 9 and how many red dots ? "
 
 QWEN_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+VISION_FAMILIES: tuple[str, ...] = (*QWEN_FAMILIES, *BUILDERS)
+"""Families with pictures that the library supports."""
+UNKNOWN_FAMILIES: tuple[str, ...] = tuple(UNKNOWN)
+"""Families with pictures of which the library knows nothing."""
 
 
 @dataclass(frozen=True)
@@ -74,33 +79,13 @@ def mixed_rows() -> list[dict[str, Any]]:
 @cache
 def tokenizer() -> PreTrainedTokenizerFast:
     """A small byte-level BPE with Qwen's special tokens."""
-    inner = Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, show_progress=False)
-    inner.train_from_iterator([TEXT] * 4, trainer)
-    inner.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
     return PreTrainedTokenizerFast(
-        tokenizer_object=inner,
+        tokenizer_object=byte_level_bpe(list(SPECIAL)),
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         padding_side="left",
         chat_template=TEMPLATE,
     )
-
-
-def randomise(model: Any, seed: int = 0) -> Any:
-    """Random weights for every parameter, norms near 1, float32, eval mode."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() >= 2:
-                parameter.copy_(noise * (0.3 if parameter.shape[-1] <= 8 else 0.08))
-            else:
-                parameter.add_(noise * 0.05) if "norm" in name else parameter.copy_(noise * 0.05)
-    return model.float().eval()
 
 
 def _ids() -> dict[str, Any]:
@@ -149,9 +134,11 @@ def _processor(name: str) -> Any:
 
 @cache
 def tiny(name: str) -> Tiny:
-    """A tiny model of "text", "qwen2_vl", "qwen2_5_vl", "qwen3_vl" or "qwen3_5". Shared: copy it before training."""
+    """A tiny model of "text" or of one of the families with pictures. Shared: copy it before training."""
     import transformers as hf
 
+    if name in BUILDERS or name in UNKNOWN:
+        return Tiny(name, *build(name))
     if name == "text":
         config = hf.Qwen3Config(**_text_config(head_dim=16))
         return Tiny(name, randomise(hf.Qwen3ForCausalLM(config)), tokenizer())

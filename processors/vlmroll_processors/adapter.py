@@ -2,23 +2,37 @@
 
 `load_adapter` picks the family of a processor; `encode` does the rest: rows become chats with their pictures in their
 slots, the chat template renders them, the tokenizer reads the text with one placeholder for each picture
-(`engine_ids`), and each placeholder is replaced by as many as the picture has features (`prompt_ids`).
+(`engine_ids`), and the text in which each placeholder has given way to what the picture brings (`prompt_ids`).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
-import torch
 from jinja2 import TemplateError
 
-from vlmroll_processors.families import TEXT, Family, family_of
-from vlmroll_processors.families.base import PictureKwargs
-from vlmroll_processors.images import Picture
+from vlmroll_processors.assembly import assemble
+from vlmroll_processors.families import FAMILIES, TEXT, Family, family_of
 from vlmroll_processors.messages import Chat, read_row, without_nulls
-from vlmroll_processors.types import ImageSpan, Prompt, Row
+from vlmroll_processors.reading import Reader, smaller
+from vlmroll_processors.types import Prompt, Row
 
+logger = logging.getLogger(__name__)
 _OWN_TEMPLATE_KWARGS = ("messages", "conversation", "tokenize", "add_generation_prompt", "continue_final_message")
+_FEWEST_PIXELS = 28 * 28
+
+
+class PromptTooLong(ValueError):
+    """A prompt has more than `max_prompt_length` tokens.
+
+    Attributes:
+        index: which of the rows given to `encode` it is.
+    """
+
+    def __init__(self, message: str, index: int = 0) -> None:
+        super().__init__(message)
+        self.index = index
 
 
 @runtime_checkable
@@ -57,6 +71,9 @@ class FamilyAdapter:
         family: see `Family`.
         min_pixels, max_pixels: pixel budget of a picture; None leaves the processor's own.
         chat_template_kwargs: passed to the chat template.
+        config: the model's config; videos of Qwen2.5-VL need it.
+        max_prompt_length: most tokens of a prompt, pictures included; None for no limit.
+        long_prompts: what becomes of a longer one: "raise" refuses it, "shrink" gives its pictures fewer pixels.
     """
 
     def __init__(
@@ -67,21 +84,26 @@ class FamilyAdapter:
         min_pixels: int | None = None,
         max_pixels: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        config: Any = None,
+        max_prompt_length: int | None = None,
+        long_prompts: Literal["raise", "shrink"] = "raise",
     ) -> None:
         self.processor = processor
+        self.config = config
         self.family = family
         self.tokenizer: Any = getattr(processor, "tokenizer", processor)
         self._chat_template_kwargs = dict(chat_template_kwargs or {})
         budget = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-        self._budget = {name: pixels for name, pixels in budget.items() if pixels is not None}
-        _check_budget(self._budget, family)
+        self.budget = {name: pixels for name, pixels in budget.items() if pixels is not None}
+        self._limit, self._shrink = max_prompt_length, long_prompts == "shrink"
+        _check_budget(self.budget, family)
         vocabulary: dict[str, int] = self.tokenizer.get_vocab()
-        self._placeholder_id = vocabulary.get(family.placeholder)
-        self._vision_ids = frozenset(vocabulary[token] for token in family.vision_tokens if token in vocabulary)
+        self._vision_tokens = family.vision_ids(vocabulary)
         if own := [name for name in _OWN_TEMPLATE_KWARGS if name in self._chat_template_kwargs]:
             raise ValueError(f"chat_template_kwargs: {own[0]} is set by the adapter; remove it")
-        if family.placeholder and self._placeholder_id is None:
-            raise ValueError(f"the tokenizer lacks the token {family.placeholder} of the family {family.name}")
+        needed = (family.slot, family.feature_of("image"))
+        if missing := [token for token in needed if token and token not in vocabulary]:
+            raise ValueError(f"the tokenizer lacks the token {missing[0]} of the family {family.name}")
 
     @property
     def pad_token_id(self) -> int:
@@ -101,7 +123,7 @@ class FamilyAdapter:
     @property
     def vision_ids(self) -> frozenset[int]:
         """The family's vision tokens that the tokenizer has."""
-        return self._vision_ids
+        return frozenset(self._vision_tokens.values())
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of sampled ids, without special tokens."""
@@ -111,7 +133,8 @@ class FamilyAdapter:
         """Encode rows; each distinct prompt and each distinct picture is processed once.
 
         Args:
-            rows: dataset rows with the column `prompt`, and `image` or `images` where there are pictures.
+            rows: dataset rows with the column `prompt`, and `image` or `images`, `video` or `videos` where there are
+                pictures or videos.
             row_ids: the rows' numbers in the dataset, for error messages; by default 0, 1, ...
 
         Returns:
@@ -119,59 +142,73 @@ class FamilyAdapter:
 
         Raises:
             ValueError: names the row, the column and the fix.
+            PromptTooLong: the same, for a prompt over `max_prompt_length`.
         """
         if isinstance(rows, Mapping | str):
             raise ValueError("encode takes a list of rows; put the one row into a list")
         names = [f"row {i}" for i in (range(len(rows)) if row_ids is None else row_ids)]
-        chats = [read_row(row, where=name) for row, name in zip(rows, names, strict=True)]
-        features = self._process(chats)
+        reader = Reader(self.family, self.processor, self.budget)
         prompts: dict[tuple[Any, ...], Prompt] = {}
         result: list[Prompt] = []
-        for row, chat, name in zip(rows, chats, names, strict=True):
+        for index, (row, name) in enumerate(zip(rows, names, strict=True)):
+            chat = read_row(row, where=name)
+            reader.check(chat.media)
             text = self._render(chat, _template_kwargs(row, where=name), where=name)
-            key = (chat.messages is None, text, *(picture.key for picture in chat.pictures))
-            if key not in prompts:
-                prompts[key] = self._prompt(chat, text, features, where=name)
-            result.append(prompts[key])
+            try:
+                result.append(self._prompt(chat, text, reader, prompts, where=name))
+            except PromptTooLong as error:
+                raise PromptTooLong(str(error), index) from None
         return result
 
-    def _process(self, chats: Iterable[Chat]) -> dict[Any, PictureKwargs]:
-        """The forward kwargs of each distinct picture, by its key."""
-        distinct: dict[Any, Picture] = {}
-        owner: dict[Any, str] = {}
-        for chat in chats:
-            for picture, spot in zip(chat.pictures, chat.spots, strict=True):
-                if not self.family.placeholder:
-                    raise ValueError(f"{spot}: a picture, but the model takes text only; drop the picture")
-                distinct.setdefault(picture.key, picture)
-                owner.setdefault(picture.key, spot)
-        if not distinct:
-            return {}
-        try:
-            kwargs = self.family.process(self.processor, tuple(distinct.values()), self._budget)
-        except ValueError as error:
-            # The processor names no row: find the picture that it refuses, one at a time.
-            for key, picture in distinct.items():
-                try:
-                    self.family.process(self.processor, (picture,), self._budget)
-                except ValueError as single:
-                    size = "x".join(map(str, picture.image.size))
-                    raise ValueError(
-                        f"{owner[key]}: the processor refuses a picture of {size} pixels: {single}"
-                    ) from error
-            raise
-        return dict(zip(distinct, kwargs, strict=True))
+    def _prompt(
+        self, chat: Chat, text: str, reader: Reader, prompts: dict[tuple[Any, ...], Prompt], *, where: str
+    ) -> Prompt:
+        """The row's prompt, short enough; from `prompts` if it is there already."""
+        media, pixels = chat.media, 0
+        if len(media) < self.family.min_pictures:
+            raise ValueError(f"{where}: {self.family.name} takes no prompt without a picture; add one, or drop the row")
+        while True:
+            units = reader.read(media)
+            key = (chat.messages is None, text, *(medium.key for unit in units for medium in unit.media))
+            if key not in prompts:
+                special = self._adds_special_tokens(chat, text)
+                prompts[key] = assemble(
+                    self.family, self.processor, self.config, text, units, special=special, where=where
+                )
+            prompt = prompts[key]
+            if self._limit is None or prompt.num_tokens <= self._limit:
+                return prompt
+            sizes = [medium.size[0] * medium.size[1] for unit in units for medium in unit.media]
+            pixels = _fewer_pixels(prompt, self._limit, pixels or max(sizes, default=0))
+            if not self._shrink or pixels < _FEWEST_PIXELS:
+                tried = ", and its pictures cannot be shrunk enough" if self._shrink else ""
+                raise PromptTooLong(
+                    f"{where}, column 'prompt': it has {prompt.num_tokens} tokens ({prompt.num_image_tokens} of "
+                    f"pictures), more than max_prompt_length={self._limit}{tried}; shorten it, lower max_pixels, or "
+                    "drop the row"
+                )
+            media = tuple(smaller(chat.media, pixels))
+
+    def _adds_special_tokens(self, chat: Chat, text: str) -> bool:
+        """Whether the tokenizer adds its special tokens: by the processor's rule, but never a second one in front."""
+        if chat.messages is not None and (self.processor is self.tokenizer or self.family is TEXT):
+            return False  # a tokenizer's template writes them itself
+        rules = getattr(getattr(self.processor, "valid_processor_kwargs", None), "_defaults", {})
+        adds = rules.get("text_kwargs", {}).get("add_special_tokens", True)
+        bos = self.tokenizer.bos_token
+        return adds and not (chat.messages is not None and bos is not None and text.startswith(bos))
 
     def _render(self, chat: Chat, template_kwargs: Mapping[str, Any], *, where: str) -> str:
         """The prompt as text, with one placeholder for each picture."""
         for text in chat.texts():
-            if reserved := [token for token in self.family.vision_tokens if token in text]:
+            if reserved := [token for token in self._vision_tokens if token in text]:
                 raise ValueError(
                     f"{where}, column 'prompt': the text holds the reserved {reserved[0]}; write "
                     "<image> or an image part where a picture goes, or remove it"
                 )
         if chat.messages is None:
-            return self.family.picture_slot.join(chat.segments)
+            written = [self.family.written_as(medium.kind) for medium in chat.media]
+            return "".join(piece for pair in zip(chat.segments, [*written, ""], strict=True) for piece in pair)
         if getattr(self.processor, "chat_template", None) is None:
             raise ValueError(
                 f"{where}, column 'prompt': the tokenizer has no chat template; give plain strings, or set "
@@ -191,46 +228,15 @@ class FamilyAdapter:
             # Templates refuse roles and orders in words of their own, or trip over values that they do not expect.
             raise ValueError(f"{where}, column 'prompt': the chat template refuses the messages: {error}") from error
 
-    def _prompt(self, chat: Chat, text: str, features: Mapping[Any, PictureKwargs], *, where: str) -> Prompt:
-        # A template writes the special tokens itself; a plain string gets what the tokenizer's own rule gives it.
-        try:
-            engine_ids: list[int] = self.tokenizer(text, add_special_tokens=chat.messages is None)["input_ids"]
-        except TypeError as error:  # the tokenizer's word for text that is not valid Unicode
-            raise ValueError(f"{where}, column 'prompt': the text cannot be tokenised: {error}") from error
-        pictures = [features[picture.key] for picture in chat.pictures]
-        slots = engine_ids.count(self._placeholder_id) if self._placeholder_id is not None else 0
-        if slots != len(pictures):
-            raise ValueError(
-                f"{where}, column 'prompt': the chat template rendered {slots} picture slots for {len(pictures)} "
-                "pictures; put pictures only into messages whose role the template gives pictures to"
-            )
-        prompt_ids: list[int] = []
-        spans: list[ImageSpan] = []
-        for token in engine_ids:
-            if token == self._placeholder_id:
-                length = self.family.count_tokens(self.processor, pictures[len(spans)])
-                spans.append(ImageSpan(offset=len(prompt_ids), length=length))
-                prompt_ids.extend([token] * length)
-            else:
-                prompt_ids.append(token)
-        if not prompt_ids:
-            raise ValueError(f"{where}, column 'prompt': it renders to no tokens; give a prompt that is not empty")
-        names = pictures[0] if pictures else ()
-        kwargs = {name: torch.cat([picture[name] for picture in pictures]) for name in names}
-        kwargs |= self.family.token_kwargs(self.processor, len(prompt_ids), spans, pictures)
-        return Prompt(
-            prompt_ids=tuple(prompt_ids),
-            engine_ids=tuple(engine_ids),
-            text=text,
-            images=chat.pictures,
-            image_spans=tuple(spans),
-            forward_kwargs=kwargs,
-            join=self.family.join,
-        )
+
+def _fewer_pixels(prompt: Prompt, limit: int, pixels: int) -> int:
+    """The next pixel budget to try for a prompt over the limit; 0 when its text alone is too long."""
+    room = limit - (prompt.num_tokens - prompt.num_image_tokens)
+    return int(pixels * min(room / prompt.num_image_tokens, 0.8)) if room > 0 and prompt.num_image_tokens else 0
 
 
 def _check_budget(budget: Mapping[str, Any], family: Family) -> None:
-    if budget and not family.placeholder:
+    if budget and not family.slot:
         raise ValueError(f"{next(iter(budget))} is set, but the model takes no pictures; leave it out")
     for name, pixels in budget.items():
         if isinstance(pixels, bool) or not isinstance(pixels, int) or pixels < 1:
@@ -258,12 +264,33 @@ def _text_only(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": "".join(part["text"] for part in message["content"])}
 
 
+def _inferred(processor: Any) -> Family:
+    """The generic rule for a processor without a row of its own, once it has passed the conformance kit."""
+    from vlmroll_processors.conformance import check
+    from vlmroll_processors.families.generic import infer_family
+
+    try:
+        family = infer_family(processor)
+        check(FamilyAdapter(processor, family)).raise_for_failures()
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+        known = ", ".join(sorted(name for family in FAMILIES for name in family.processors))
+        raise ValueError(
+            f"the processor {type(processor).__name__} has no family, and the generic rule does not fit it ({error}); "
+            f"families with pictures: {known}. CONTRIBUTING.md tells how to add one"
+        ) from error
+    logger.warning("%s has no family of its own; the generic rule passed the conformance kit", family.name)
+    return family
+
+
 def load_adapter(
     model: Any,
     *,
     min_pixels: int | None = None,
     max_pixels: int | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    config: Any = None,
+    max_prompt_length: int | None = None,
+    long_prompts: Literal["raise", "shrink"] = "raise",
     trust_remote_code: bool = False,
     revision: str | None = None,
 ) -> FamilyAdapter:
@@ -273,6 +300,9 @@ def load_adapter(
         model: a hub id, a path, or a processor or tokenizer of transformers.
         min_pixels, max_pixels: pixel budget of a picture (height x width); None leaves the processor's own.
         chat_template_kwargs: passed to the chat template, such as `{"enable_thinking": False}`.
+        config: the model's config, which some videos need; of an id or a path it is loaded.
+        max_prompt_length, long_prompts: most tokens of a prompt, and whether a longer one is refused or its pictures
+            are shrunk.
         trust_remote_code, revision: passed to `from_pretrained` when `model` is an id or a path.
 
     Raises:
@@ -283,13 +313,18 @@ def load_adapter(
         >>> adapter.encode([{"prompt": "Hi"}])[0].prompt_ids  # doctest: +SKIP
     """
     if isinstance(model, str | Path):
-        from transformers import AutoProcessor
+        from transformers import AutoConfig, AutoProcessor
 
+        if config is None:
+            config = AutoConfig.from_pretrained(str(model), trust_remote_code=trust_remote_code, revision=revision)
         model = AutoProcessor.from_pretrained(str(model), trust_remote_code=trust_remote_code, revision=revision)
     return FamilyAdapter(
         model,
-        family_of(model),
+        family_of(model) or _inferred(model),
         min_pixels=min_pixels,
         max_pixels=max_pixels,
         chat_template_kwargs=chat_template_kwargs,
+        config=config,
+        max_prompt_length=max_prompt_length,
+        long_prompts=long_prompts,
     )

@@ -14,29 +14,56 @@ from vlmroll_processors.types import Join, JoinKind, Prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Rows of a batch that the model takes in one forward pass.
+
+    Attributes:
+        rows: which rows they are.
+        forward_kwargs: the model's other inputs for them, `position_ids` always among them.
+    """
+
+    rows: tuple[int, ...]
+    forward_kwargs: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PaddedBatch:
-    """The tensors of one forward pass.
+    """The tensors of a batch, for one forward pass in nearly all families.
 
     Attributes:
         input_ids: [B, T] prompts, left-padded, then completions, right-padded.
         attention_mask: [B, T] 1 on real tokens.
         completion_mask: [B, C] 1 on completion tokens; C is 0 without completions.
-        forward_kwargs: the model's other inputs, `position_ids` always among them.
+        pieces: all rows in one piece, or more where the family would mix up rows with different numbers of pictures.
     """
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
     completion_mask: torch.Tensor
-    forward_kwargs: Mapping[str, torch.Tensor]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def forward_kwargs(self) -> Mapping[str, torch.Tensor]:
+        """The model's other inputs, of a batch in one piece."""
+        if len(self.pieces) > 1:
+            raise ValueError(f"the batch is in {len(self.pieces)} pieces; call `model_inputs` for each of them")
+        return self.pieces[0].forward_kwargs
 
     @property
     def completion_ids(self) -> torch.Tensor:
         """[B, C] the completions' ids."""
         return self.input_ids[:, self.input_ids.shape[1] - self.completion_mask.shape[1] :]
 
-    def model_inputs(self) -> dict[str, torch.Tensor]:
-        """All of it as keyword arguments of the model's forward."""
-        return {"input_ids": self.input_ids, "attention_mask": self.attention_mask, **self.forward_kwargs}
+    def model_inputs(self, piece: Piece | None = None, *, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """A piece (by default the batch's only one) as keyword arguments of the model's forward.
+
+        Args:
+            dtype: what pixels and other numbers that are no ids are cast to: the model's own.
+        """
+        rows = slice(None) if piece is None else list(piece.rows)
+        kwargs = self.forward_kwargs if piece is None else piece.forward_kwargs
+        inputs = {"input_ids": self.input_ids[rows], "attention_mask": self.attention_mask[rows], **kwargs}
+        return {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
 
 
 def pad(rows: Sequence[torch.Tensor], value: int | float, *, left: bool = False, to: int | None = None) -> torch.Tensor:
@@ -87,16 +114,47 @@ def collate(
     input_ids = torch.cat(
         [pad(ids, pad_token_id, left=True, to=widths[0]), pad(tails, pad_token_id, to=widths[1])], dim=1
     )
+    rules = _rules(prompts)
+    pieces = tuple(
+        Piece(rows=tuple(rows), forward_kwargs=_join([prompts[i] for i in rows], rules, mask[rows], widths))
+        for rows in alike(prompts)
+    )
+    return PaddedBatch(input_ids=input_ids, attention_mask=mask, completion_mask=completion_mask, pieces=pieces)
+
+
+def _join(
+    prompts: Sequence[Prompt], rules: Mapping[str, Join], mask: torch.Tensor, widths: tuple[int, int]
+) -> dict[str, torch.Tensor]:
+    """The forward kwargs of prompts that go together, with their attention mask [B, T]."""
     kwargs = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-    for name, rule in _rules(prompts).items():
+    for name, rule in rules.items():
         parts = [prompt.forward_kwargs.get(name) for prompt in prompts]
+        if all(part is None for part in parts):
+            continue
         if rule.kind is JoinKind.TOKENS:
             kwargs[name] = _join_tokens(name, parts, rule, widths)
-        elif rule.kind is JoinKind.SAMPLES and any(part is None for part in parts):
-            raise ValueError(f"one prompt of the batch lacks the per-sample input {name}; encode all by one adapter")
         else:
-            kwargs[name] = _join_rows([part for part in parts if part is not None], rule)
-    return PaddedBatch(input_ids=input_ids, attention_mask=mask, completion_mask=completion_mask, forward_kwargs=kwargs)
+            present = [part for part in parts if part is not None]
+            if rule.kind is JoinKind.SAMPLES and len(present) < len(parts):
+                if present[0].dim() < 2:
+                    raise ValueError(f"one prompt lacks the per-sample input {name}; encode all by one adapter")
+                nothing = present[0].new_empty((1, 0, *present[0].shape[2:]))
+                present = [nothing if part is None else part for part in parts]
+            kwargs[name] = pad_and_cat(present, rule)
+    return kwargs
+
+
+def alike(prompts: Sequence[Prompt]) -> list[list[int]]:
+    """The places of prompts that go into one batch together: all of them in most families.
+
+    Example:
+        >>> alike([Prompt(prompt_ids=(5,), engine_ids=(5,))] * 2)
+        [[0, 1]]
+    """
+    groups: dict[int, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        groups.setdefault(prompt.batch_key, []).append(i)
+    return list(groups.values())
 
 
 def _rules(prompts: Sequence[Prompt]) -> dict[str, Join]:
@@ -117,8 +175,10 @@ def _join_tokens(name: str, parts: Sequence[torch.Tensor | None], rule: Join, wi
             raise ValueError(f"one prompt of the batch lacks the per-token input {name}; encode all by one adapter")
         part = part.movedim(rule.token_axis, -1)
         if rule.completion == "count_on":
-            start = int(part.max()) + 1
+            start = int(part[..., -1].max()) + 1  # prompts end in text, whose positions are alike on all axes
             tail = torch.arange(start, start + widths[1]).to(part.dtype).expand(*part.shape[:-1], widths[1])
+        elif rule.completion == "repeat":
+            tail = part[..., -1:].expand(*part.shape[:-1], widths[1])
         else:
             tail = part.new_full((*part.shape[:-1], widths[1]), rule.completion)
         rows.append(torch.cat([part, tail], dim=-1))
@@ -127,13 +187,13 @@ def _join_tokens(name: str, parts: Sequence[torch.Tensor | None], rule: Join, wi
     return padded.movedim(-1, rule.token_axis + 1).movedim(0, rule.token_axis)
 
 
-def _join_rows(parts: Sequence[torch.Tensor], rule: Join) -> torch.Tensor:
-    """Concatenate on axis 0; trailing axes that may differ are padded at their end."""
-    axes = range(1, parts[0].dim()) if rule.kind is JoinKind.SAMPLES else rule.pad_axes
-    for axis in axes:
-        width = max(part.shape[axis] for part in parts)
+def pad_and_cat(parts: Sequence[torch.Tensor], rule: Join, axis: int = 0) -> torch.Tensor:
+    """Concatenate on an axis; other axes that may differ (all but axis 0, in SAMPLES) are padded at their end."""
+    may_differ = range(1, parts[0].dim()) if rule.kind is JoinKind.SAMPLES else rule.pad_axes
+    for other in (other for other in may_differ if other != axis):
+        width = max(part.shape[other] for part in parts)
         parts = [
-            functional.pad(part, (0, 0) * (part.dim() - 1 - axis) + (0, width - part.shape[axis]), value=rule.pad)
+            functional.pad(part, (0, 0) * (part.dim() - 1 - other) + (0, width - part.shape[other]), value=rule.pad)
             for part in parts
         ]
-    return torch.cat(list(parts))
+    return torch.cat(list(parts), axis)

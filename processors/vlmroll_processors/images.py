@@ -3,17 +3,21 @@
 A picture from any source becomes a `Picture`: RGB, 8 bits for each channel, turned as its EXIF data says, transparency
 laid over white, and a content hash that serves as cache key. Pictures with several frames are refused, since taking
 one silently would drop the others.
+
+A picture that comes from a file or from bytes is not kept decoded: `Picture.image` decodes it again. So a prompt of ten
+large photographs holds ten paths.
 """
 
 import base64
 import hashlib
 import io
+import math
 import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -48,14 +52,36 @@ class Picture:
     """One normalised picture.
 
     Attributes:
-        image: RGB, 8 bits for each channel.
+        source: the normalised picture, or the path or bytes that it is decoded from when it is asked for.
         sha256: hex digest of size and pixels; equal pictures have equal digests, whatever their source.
+        size: width and height in pixels.
         resize: per-picture size keys (`RESIZE_KEYS`), empty when the processor's own budget applies.
     """
 
-    image: Image.Image = field(repr=False, compare=False)
+    source: Image.Image | Path | bytes = field(repr=False, compare=False)
     sha256: str
+    size: tuple[int, int]
     resize: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def image(self) -> Image.Image:
+        """The picture: RGB, 8 bits for each channel. From a file it is decoded anew each time.
+
+        Raises:
+            ValueError: the file has changed since the picture was read.
+        """
+        if isinstance(self.source, Image.Image):
+            return self.source
+        name = f"the picture {self.source}" if isinstance(self.source, Path) else "a picture from bytes"
+        found, image = read_picture(self.source, where=name)
+        if found.sha256 != self.sha256:
+            raise ValueError(f"{name} has changed since it was encoded; keep the files of a run as they are")
+        return image
+
+    @property
+    def kind(self) -> Literal["image"]:
+        """Tells it from a video."""
+        return "image"
 
     @property
     def key(self) -> tuple[str, tuple[tuple[str, int], ...]]:
@@ -63,8 +89,10 @@ class Picture:
         return self.sha256, self.resize
 
 
-def load_picture(source: ImageSource, *, where: str, resize: Mapping[str, int] | None = None) -> Picture:
-    """Read and normalise one picture.
+def read_picture(
+    source: ImageSource, *, where: str, resize: Mapping[str, int] | None = None
+) -> tuple[Picture, Image.Image]:
+    """Read and normalise one picture; also the decoded picture itself, which the first does not keep.
 
     Args:
         source: see `ImageSource`.
@@ -75,9 +103,10 @@ def load_picture(source: ImageSource, *, where: str, resize: Mapping[str, int] |
         ValueError: the source is missing, unreadable, of an unknown type, has several frames, or is a remote address.
 
     Example:
-        >>> load_picture(Image.new("L", (4, 4), 255), where="row 0").image.mode
+        >>> read_picture(Image.new("L", (4, 4), 255), where="row 0")[1].mode
         'RGB'
     """
+    source = _innermost(source, where=where)
     try:
         image = normalise(open_image(source, where=where), where=where)
     except _UNREADABLE as error:
@@ -87,32 +116,58 @@ def load_picture(source: ImageSource, *, where: str, resize: Mapping[str, int] |
         raise ValueError(f"{where}: the picture cannot be read ({reason}); replace the file or drop the row") from error
     digest = hashlib.sha256(f"{image.size}".encode())
     digest.update(image.tobytes())
-    return Picture(image=image, sha256=digest.hexdigest(), resize=tuple(sorted((resize or {}).items())))
+    kept = source if isinstance(source, Path | bytes) else image
+    keys = tuple(sorted((resize or {}).items()))
+    return Picture(source=kept, sha256=digest.hexdigest(), size=image.size, resize=keys), image
 
 
-def open_image(source: ImageSource, *, where: str) -> Image.Image:
-    """The picture as Pillow opens it, not yet normalised; see `ImageSource` for what `source` may be."""
-    if isinstance(source, Image.Image):
-        return source
+def resized(image: Image.Image, keys: Mapping[str, int]) -> Image.Image:
+    """The picture in the size that `RESIZE_KEYS` ask for, with its shape kept by `min_pixels` and `max_pixels`.
+
+    Raises:
+        ValueError: `min_pixels` is above `max_pixels`.
+    """
+    pixels = image.width * image.height
+    low, high = keys.get("min_pixels", 1), keys.get("max_pixels", max(pixels, keys.get("min_pixels", 1)))
+    if low > high:
+        raise ValueError(f"min_pixels={low} is above max_pixels={high}")
+    size = keys.get("resized_width", image.width), keys.get("resized_height", image.height)
+    if size == image.size and not low <= pixels <= high:
+        scale = math.sqrt((high if pixels > high else low) / pixels)
+        whole = math.floor if pixels > high else math.ceil
+        size = max(1, whole(image.width * scale)), max(1, whole(image.height * scale))
+    return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
+
+
+def _innermost(source: ImageSource, *, where: str) -> ImageSource:
+    """The picture, path or bytes inside the forms that `ImageSource` allows for them."""
     if isinstance(source, Mapping):
         content, path = source.get("bytes"), source.get("path")
         if content is None and path is None:
             raise ValueError(f"{where}: the picture has neither 'bytes' nor 'path'; give one of them")
-        return open_image(content if content is not None else path, where=where)
-    if isinstance(source, bytes | bytearray | memoryview):
+        return _innermost(content if content is not None else path, where=where)
+    if isinstance(source, bytearray | memoryview):
+        return bytes(source)
+    if isinstance(source, str) and source.startswith("data:"):
+        return _data_url_bytes(source, where=where)
+    if isinstance(source, str) and _REMOTE.match(source):
+        raise ValueError(f"{where}: remote pictures are not fetched ({source!r:.200}); download it and give its path")
+    return Path(source.removeprefix("file://")).absolute() if isinstance(source, str) else source
+
+
+def open_image(source: ImageSource, *, where: str) -> Image.Image:
+    """The picture as Pillow opens it, not yet normalised; see `ImageSource` for what `source` may be."""
+    source = _innermost(source, where=where)
+    if isinstance(source, Image.Image):
+        return source
+    if isinstance(source, bytes):
         return Image.open(io.BytesIO(source))
     if isinstance(source, np.ndarray):
         return _from_array(source, where=where)
-    if isinstance(source, str) and source.startswith("data:"):
-        return Image.open(io.BytesIO(_data_url_bytes(source, where=where)))
-    if isinstance(source, str) and _REMOTE.match(source):
-        raise ValueError(f"{where}: remote pictures are not fetched ({source!r:.200}); download it and give its path")
-    if isinstance(source, str | Path):
-        path = Path(str(source).removeprefix("file://"))
-        if not path.is_file():
-            raise ValueError(f"{where}: there is no picture file at {str(path)!r:.200}; check the path")
-        with path.open("rb") as file:
-            return Image.open(io.BytesIO(file.read()))
+    if isinstance(source, Path):
+        if not source.is_file():
+            raise ValueError(f"{where}: there is no picture file at {str(source)!r:.200}; check the path")
+        return Image.open(io.BytesIO(source.read_bytes()))
     raise ValueError(
         f"{where}: a picture cannot be made from {type(source).__name__}; give a PIL image, a path, bytes, "
         "a data URL, {'bytes': ...} or an array"

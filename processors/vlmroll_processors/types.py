@@ -13,9 +13,11 @@ from typing import Any, Literal
 import torch
 
 from vlmroll_processors.images import Picture
+from vlmroll_processors.videos import Video
 
-# What a per-token tensor holds over the completion: a constant, or positions that go on from the prompt's largest one.
-CompletionRule = int | Literal["count_on"]
+# What a per-token tensor holds over the completion: a constant, positions that go on from the prompt's largest one, or
+# the prompt's last entry again.
+CompletionRule = int | Literal["count_on", "repeat"]
 
 
 class JoinKind(Enum):
@@ -24,7 +26,8 @@ class JoinKind(Enum):
     ROWS = "rows"
     """Axis 0 counts patches, tiles or images: concatenate; a prompt without pictures brings no rows."""
     SAMPLES = "samples"
-    """Axis 0 is 1 for each prompt: pad the trailing axes to the batch's maximum, then concatenate."""
+    """Axis 0 is 1 for each prompt, axis 1 counts its tiles or images: pad all trailing axes to the batch's maximum,
+    then concatenate. A prompt without pictures becomes padding, unless no prompt of the batch has any."""
     TOKENS = "tokens"
     """One value for each token: padded like the ids, and continued over the completion."""
 
@@ -36,8 +39,11 @@ class Join:
     Attributes:
         kind: see `JoinKind`.
         pad: the value of padding.
-        completion: TOKENS only; what a completion token gets: a constant, or "count_on" for positions, which continue
-            from the prompt's largest position.
+        completion: TOKENS only; what a completion token gets: a constant, "count_on" for positions, which continue
+            from the prompt's largest position, or "repeat" for the entry of the prompt's last token. What is repeated
+            belongs to every token, so engines that decode step by step pass it at each step.
+        prompt: TOKENS only; what the prompt's own tensor holds, where a word can say it: "zeros", or "marks", which is 1
+            on the features of pictures, 2 on those of videos and 0 elsewhere.
         token_axis: TOKENS only; the axis of one prompt's tensor that counts tokens. The batch axis is put before it,
             so position ids of shape [3, P] join to [3, B, T].
         pad_axes: ROWS only; trailing axes whose size differs between prompts and is padded to the batch's maximum.
@@ -52,6 +58,7 @@ class Join:
     completion: CompletionRule = 0
     token_axis: int = 0
     pad_axes: tuple[int, ...] = ()
+    prompt: Literal["", "zeros", "marks"] = ""
 
     def __post_init__(self) -> None:
         if self.token_axis < 0 or any(axis < 1 for axis in self.pad_axes):
@@ -60,7 +67,11 @@ class Join:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageSpan:
-    """Where one picture sits in `Prompt.prompt_ids`: `length` placeholder tokens from `offset` on."""
+    """Where one picture or video sits in `Prompt.prompt_ids`: `length` tokens from `offset` on.
+
+    The first and the last of them are features of the picture; between them may stand what the family writes between
+    tiles, rows or frames.
+    """
 
     offset: int
     length: int
@@ -84,7 +95,7 @@ class Prompt:
 
     The siblings of a group share one `Prompt` object; prompts are compared by identity. It checks itself: every kwarg
     has a join rule, per-token kwargs have one value for each token, and the spans lie inside the ids, in order, one for
-    each picture.
+    each picture and video.
 
     Attributes:
         prompt_ids: [P] token ids with the placeholders expanded, as the model's forward eats them.
@@ -92,9 +103,11 @@ class Prompt:
         text: the rendered prompt, for logs.
         images: the pictures in prompt order, normalised and hashed.
         image_spans: one span for each picture, in the same order.
+        videos, video_spans: the same for videos.
         forward_kwargs: the model's other inputs for this prompt alone (TOKENS without batch axis, ROWS and SAMPLES
             with their axis 0).
         join: the join rule of each forward kwarg.
+        batch_key: prompts with different keys do not go into one forward pass, since the model would mix them up.
 
     Example:
         >>> Prompt(prompt_ids=(5, 6), engine_ids=(5, 6), text="hi there").num_tokens
@@ -106,19 +119,26 @@ class Prompt:
     text: str = ""
     images: tuple[Picture, ...] = ()
     image_spans: tuple[ImageSpan, ...] = ()
+    videos: tuple[Video, ...] = ()
+    video_spans: tuple[ImageSpan, ...] = ()
     forward_kwargs: Mapping[str, torch.Tensor] = field(default_factory=_no_tensors)
     join: Mapping[str, Join] = field(default_factory=_no_joins)
+    batch_key: int = 0
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
             raise ValueError("a prompt needs at least one token; the rendered prompt was empty")
-        if len(self.images) != len(self.image_spans):
-            raise ValueError(f"{len(self.images)} pictures but {len(self.image_spans)} image spans")
-        end = 0
-        for span in self.image_spans:
-            if span.offset < end or span.offset + span.length > len(self.prompt_ids):
-                raise ValueError(f"image span {span} overlaps its neighbour or leaves the {len(self.prompt_ids)} ids")
-            end = span.offset + span.length
+        for media, spans, kind in (
+            (self.images, self.image_spans, "picture"),
+            (self.videos, self.video_spans, "video"),
+        ):
+            if len(media) != len(spans):
+                raise ValueError(f"{len(media)} {kind}s but {len(spans)} {kind} spans")
+            end = 0
+            for span in spans:
+                if span.offset < end or span.offset + span.length > len(self.prompt_ids):
+                    raise ValueError(f"{kind} span {span} overlaps another or leaves the {len(self.prompt_ids)} ids")
+                end = span.offset + span.length
         if missing := sorted(set(self.forward_kwargs) - set(self.join)):
             raise ValueError(f"forward kwargs without a join rule: {', '.join(missing)}")
         for name, tensor in self.forward_kwargs.items():
@@ -131,7 +151,8 @@ class Prompt:
         object.__setattr__(self, "join", MappingProxyType(dict(self.join)))
 
     def __repr__(self) -> str:
-        return f"Prompt({self.num_tokens} tokens, {len(self.images)} pictures, text={self.text[:40]!r})"
+        media = f"{len(self.images)} pictures" + (f", {len(self.videos)} videos" if self.videos else "")
+        return f"Prompt({self.num_tokens} tokens, {media}, text={self.text[:40]!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Read-only views cannot be pickled, and loader workers and processes exchange prompts.
@@ -146,8 +167,8 @@ class Prompt:
 
     @property
     def num_image_tokens(self) -> int:
-        """How many of the tokens stand for pictures."""
-        return sum(span.length for span in self.image_spans)
+        """How many of the tokens lie in the spans of pictures and videos."""
+        return sum(span.length for span in (*self.image_spans, *self.video_spans))
 
 
 Row = Mapping[str, Any]

@@ -81,10 +81,11 @@ def check_head(model: Any, batch: PaddedBatch, tolerance: float = 1e-3) -> None:
     head = head_of(model)
     # Accelerate patches autocast into `forward`; both sides must run in the same precision, the weights' own.
     forward = getattr(model, "_original_forward", model)
+    inputs = batch.model_inputs(batch.pieces[0], dtype=model.dtype)
     with torch.no_grad(), torch.autocast(batch.input_ids.device.type, enabled=False):
-        hidden = head.backbone(**batch.model_inputs(), use_cache=False).last_hidden_state[:, -1:]
+        hidden = head.backbone(**inputs, use_cache=False).last_hidden_state[:, -1:]
         ours = head.logits(hidden)
-        theirs = forward(**batch.model_inputs(), use_cache=False, logits_to_keep=1).logits
+        theirs = forward(**inputs, use_cache=False, logits_to_keep=1).logits
     difference = float((ours - theirs).abs().max())
     tolerance = max(tolerance, 4 * torch.finfo(theirs.dtype).eps)
     if not difference <= tolerance * max(1.0, float(theirs.abs().max())):
@@ -133,7 +134,12 @@ def policy_logprobs(
     head = head_of(model)
     length = batch.completion_mask.shape[1]
     # The logits of position t predict token t + 1.
-    states = head.backbone(**batch.model_inputs(), use_cache=False).last_hidden_state[:, -length - 1 : -1]
+    inputs = [batch.model_inputs(piece, dtype=model.dtype) for piece in batch.pieces]
+    states = torch.cat(
+        [head.backbone(**piece, use_cache=False).last_hidden_state[:, -length - 1 : -1] for piece in inputs]
+    )
+    if len(batch.pieces) > 1:
+        states = states[torch.tensor([row for piece in batch.pieces for row in piece.rows]).argsort()]
     chosen = batch.completion_mask.bool()
     hidden, ids = states[chosen], batch.completion_ids[chosen]
 
@@ -163,7 +169,10 @@ def to_device(batch: PaddedBatch, device: torch.device | str) -> PaddedBatch:
         input_ids=batch.input_ids.to(device),
         attention_mask=batch.attention_mask.to(device),
         completion_mask=batch.completion_mask.to(device),
-        forward_kwargs={name: tensor.to(device) for name, tensor in batch.forward_kwargs.items()},
+        pieces=tuple(
+            replace(piece, forward_kwargs={name: tensor.to(device) for name, tensor in piece.forward_kwargs.items()})
+            for piece in batch.pieces
+        ),
     )
 
 

@@ -12,9 +12,10 @@ from typing import Any, cast
 import torch
 
 from vlmroll.config import PolicyConfig
-from vlmroll.modeling import Reference, add_adapter, disable_dropout, freeze_vision_tower, load_model
+from vlmroll.modeling import Reference, add_adapter, disable_dropout, eval_mode, freeze_vision_tower, load_model
 from vlmroll.rewards import ModelReward
 from vlmroll_processors.adapter import FamilyAdapter, load_adapter
+from vlmroll_processors.conformance import check
 
 logger = logging.getLogger(__name__)
 
@@ -66,23 +67,26 @@ def prepare(model: Any, args: PolicyConfig, processing_class: Any, peft_config: 
             min_pixels=args.min_pixels,
             max_pixels=args.max_pixels,
             chat_template_kwargs=options_dict(args.chat_template_kwargs),
+            config=model.config,
             trust_remote_code=args.trust_remote_code,
             revision=options_dict(args.model_init_kwargs).get("revision"),
         )
-    if hasattr(model.config, "vision_config") and not adapter.family.placeholder:
+    if hasattr(model.config, "vision_config") and not adapter.family.slot:
         raise ValueError(
             f"{type(model).__name__} takes pictures, but processing_class is a text tokenizer; give the model's "
             "processor (AutoProcessor), also for rows without pictures"
         )
-    if adapter.family.placeholder and not hasattr(model.config, "vision_config"):
+    if adapter.family.slot and not hasattr(model.config, "vision_config"):
         raise ValueError(f"{type(model).__name__} takes no pictures; give its tokenizer as processing_class")
+    if adapter.family.inferred:
+        check_family(model, adapter)
     if peft_config is not None or hasattr(model, "peft_config"):
         model = add_adapter(model, peft_config, gradient_checkpointing=args.gradient_checkpointing)
     if args.disable_dropout:
         disable_dropout(model)
     if args.freeze_vision_tower:
         freeze_vision_tower(model, adapter.family.vision_modules)
-    if adapter.family.placeholder and args.ddp_find_unused_parameters is None:
+    if adapter.family.slot and args.ddp_find_unused_parameters is None:
         # A micro-batch of text rows leaves the vision tower without gradients.
         args.ddp_find_unused_parameters = True
     _check_trainable(model)
@@ -102,6 +106,17 @@ def _check_trainable(model: Any) -> None:
             "trainable weights are in half precision, where updates of a small learning rate round to nothing; load "
             "them in float32 and set bf16=True for mixed precision"
         )
+
+
+def check_family(model: Any, adapter: Any) -> None:
+    """Try a family whose rules were read off its processor on the model itself, with pictures and without.
+
+    Raises:
+        ValueError: the rules do not fit the model.
+    """
+    tolerance = 1e-4 if model.dtype == torch.float32 else 5e-2
+    with eval_mode(model):
+        check(adapter, model, tolerance=tolerance).raise_for_failures()
 
 
 def context_length(model: Any) -> int | None:

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from vlmroll_processors import ImageSpan, Join, JoinKind, Prompt, collate
-from vlmroll_processors.images import load_picture
+from vlmroll_processors.images import read_picture
 
 ROWS, SAMPLES, TOKENS = JoinKind.ROWS, JoinKind.SAMPLES, JoinKind.TOKENS
 
@@ -210,7 +210,7 @@ def test_a_span_lies_at_tokens(offset: int, length: int) -> None:
         ImageSpan(offset=offset, length=length)
 
 
-PICTURE = load_picture(Image.new("RGB", (2, 2)), where="")
+PICTURE = read_picture(Image.new("RGB", (2, 2)), where="")[0]
 
 
 @pytest.mark.parametrize(

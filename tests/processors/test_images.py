@@ -14,7 +14,7 @@ from PIL import Image
 
 from tiny_models import picture, tiny, user
 from vlmroll_processors import Picture, load_adapter
-from vlmroll_processors.images import load_picture
+from vlmroll_processors.images import read_picture
 
 WHERE = "row 7, column 'image'"
 WHITE = (255, 255, 255)
@@ -22,7 +22,7 @@ RED = (200, 10, 30)
 
 
 def load(source: Any) -> Picture:
-    return load_picture(source, where=WHERE)
+    return read_picture(source, where=WHERE)[0]
 
 
 def pixels(source: Any) -> np.ndarray:
@@ -330,8 +330,8 @@ def test_an_array_is_never_shared_with_the_result() -> None:
 
 
 def test_resize_keys_are_part_of_the_cache_key() -> None:
-    usual = load_picture(picture(8, 6, 0), where=WHERE)
-    small = load_picture(picture(8, 6, 0), where=WHERE, resize={"max_pixels": 4, "min_pixels": 1})
+    usual, _ = read_picture(picture(8, 6, 0), where=WHERE)
+    small, _ = read_picture(picture(8, 6, 0), where=WHERE, resize={"max_pixels": 4, "min_pixels": 1})
     assert usual.sha256 == small.sha256
     assert usual.key != small.key
-    assert small.key == load_picture(picture(8, 6, 0), where="", resize={"min_pixels": 1, "max_pixels": 4}).key
+    assert small.key == read_picture(picture(8, 6, 0), where="", resize={"min_pixels": 1, "max_pixels": 4})[0].key

@@ -17,12 +17,12 @@ from qwen_vl_utils import fetch_image  # pyright: ignore[reportMissingTypeStubs]
 from tiny_models import picture, tiny, tokenizer, user
 from vlmroll_processors import Prompt, load_adapter
 from vlmroll_processors.adapter import FamilyAdapter
-from vlmroll_processors.images import load_picture
+from vlmroll_processors.images import read_picture
 from vlmroll_processors.messages import read_row
 
 Row = dict[str, Any]
 RED, GREEN, BLUE = (PILImage.new("RGB", (32, 32), colour) for colour in ("red", "green", "blue"))
-COLOURS = {load_picture(image, where="").sha256: name for name, image in zip("RGB", (RED, GREEN, BLUE), strict=True)}
+COLOURS = {read_picture(image, where="")[0].sha256: name for name, image in zip("RGB", (RED, GREEN, BLUE), strict=True)}
 SLOT = "<|vision_start|><|image_pad|><|vision_end|>"
 EMPTY = {"type": "image"}
 ROW_ID = 41

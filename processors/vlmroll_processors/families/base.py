@@ -1,30 +1,93 @@
 """What a family is: data, and functions only where a table cannot say it."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from PIL import Image
 
-from vlmroll_processors.images import Picture
-from vlmroll_processors.types import ImageSpan, Join
+from vlmroll_processors.images import resized
+from vlmroll_processors.types import Join, JoinKind
+from vlmroll_processors.videos import Clip
 
-PictureKwargs = dict[str, torch.Tensor]
-"""The forward kwargs that one picture brings."""
-
-
-def _no_pictures(processor: Any, pictures: Sequence[Picture], budget: Mapping[str, int]) -> list[PictureKwargs]:
-    raise ValueError("the model takes no pictures")
+Tensors = Mapping[str, torch.Tensor]
 
 
-def _no_tokens(processor: Any, kwargs: PictureKwargs) -> int:
-    raise ValueError("the model takes no pictures")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Features:
+    """What pictures (usually one) or a video bring to a prompt.
+
+    Attributes:
+        texts: for each of them what takes the place of its slot in the rendered prompt.
+        kwargs: their forward kwargs.
+    """
+
+    texts: tuple[str, ...]
+    kwargs: Tensors
 
 
-def _no_kwargs(
-    processor: Any, num_tokens: int, spans: Sequence[ImageSpan], pictures: Sequence[PictureKwargs]
-) -> PictureKwargs:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sized:
+    """A decoded picture with the size keys that apply to it: its own, else those of the run."""
+
+    image: Image.Image
+    own: Mapping[str, int]
+    budget: Mapping[str, int]
+
+
+def read_pictures(family: "Family", processor: Any, pictures: Sequence[Sized]) -> Features:
+    """Pictures through the processor, as a prompt of nothing but their slots."""
+    images = [resized(picture.image, {**picture.budget, **picture.own}) for picture in pictures]
+    return run_processor(family, processor, images)
+
+
+def run_processor(family: "Family", processor: Any, images: Sequence[Image.Image], **options: Any) -> Features:
+    """Call the processor and keep what the family has a rule for.
+
+    Raises:
+        ValueError: the processor returns a tensor that the family has no rule for.
+    """
+    output = processor(
+        text=[family.slot * len(images)],
+        images=[list(images)],
+        return_tensors="pt",
+        add_special_tokens=False,
+        return_text_replacement_offsets=True,
+        **options,
+    )
+    texts = tuple(found["replacement"] for found in output.pop("text_replacement_offsets")[0])
+    return Features(texts=texts, kwargs=family.keep(output))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Whole:
+    """A whole prompt, for forward kwargs that depend on where its pictures stand.
+
+    Attributes:
+        processor: its processor.
+        config: the model's config, if it was given.
+        num_tokens: P.
+        places: for each medium the positions of its features among the tokens.
+        media: for each medium its forward kwargs.
+    """
+
+    processor: Any
+    config: Any
+    num_tokens: int
+    places: Sequence[Sequence[int]]
+    media: Sequence[Tensors]
+
+
+def no_more(whole: Whole) -> Tensors:
+    """No kwargs beside those that the table says."""
     return {}
+
+
+def as_it_is(processor: Any, text: str) -> str:
+    """The text unchanged."""
+    return text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,23 +97,79 @@ class Family:
     Attributes:
         name: for messages.
         processors: class names of the transformers processors it serves.
-        placeholder: the token that is repeated for each picture; empty for text models.
-        picture_slot: how one picture is written in a plain string.
-        vision_tokens: tokens that a model must never sample.
-        vision_modules: names of the submodules that turn pixels into features.
+        slot: the token that stands for one picture in the rendered chat template and in `engine_ids`; empty for text
+            models.
+        video_slot: the same for one video; empty where the family takes none.
+        feature: the token that stands in the expanded prompt once for each feature; `slot` unless given.
+        video_feature: the same for videos; `video_slot` unless given.
+        written: how one picture is written in a plain string; `slot` unless given.
+        video_written: the same for videos.
+        vision_tokens: regular expression; tokens of the vocabulary that match it fully are never sampled, and refused
+            in texts.
         join: how each forward kwarg joins a batch.
-        process: (processor, distinct pictures, pixel budget) -> the forward kwargs of each picture alone.
-        count_tokens: (processor, kwargs of one picture) -> its number of placeholder tokens.
-        token_kwargs: (processor, P, spans, kwargs of each picture) -> the per-token kwargs of the whole prompt.
+        drop: names that the processor returns and the model does not need.
+        vision_modules: names of the submodules that turn pixels into features.
+        min_pictures: fewest pictures of a prompt.
+        alike: prompts with different numbers of pictures do not go into one batch.
+        inferred: the facts were read off a processor that has no row of its own.
+        together: pictures of one prompt are processed together, since they depend on each other's number.
+        read: (family, processor, pictures) -> what they bring.
+        read_video: (family, processor, video) -> what it brings.
+        more: (whole prompt) -> forward kwargs that need it.
+        wrap: (processor, rendered text with slots) -> the text that the processor makes of it.
+        tidy: (processor, text with features) -> the text that is tokenised.
     """
 
     name: str
     processors: tuple[str, ...] = ()
-    placeholder: str = ""
-    picture_slot: str = ""
-    vision_tokens: tuple[str, ...] = ()
-    vision_modules: tuple[str, ...] = ()
+    slot: str = ""
+    video_slot: str = ""
+    feature: str = ""
+    video_feature: str = ""
+    written: str = ""
+    video_written: str = ""
+    vision_tokens: str = ""
     join: Mapping[str, Join] = field(default_factory=dict[str, Join])
-    process: Callable[[Any, Sequence[Picture], Mapping[str, int]], list[PictureKwargs]] = _no_pictures
-    count_tokens: Callable[[Any, PictureKwargs], int] = _no_tokens
-    token_kwargs: Callable[[Any, int, Sequence[ImageSpan], Sequence[PictureKwargs]], PictureKwargs] = _no_kwargs
+    drop: tuple[str, ...] = ()
+    vision_modules: tuple[str, ...] = ("visual", "vision_tower", "vision_model")
+    min_pictures: int = 0
+    alike: bool = False
+    inferred: bool = False
+    together: bool = False
+    read: Callable[["Family", Any, Sequence[Sized]], Features] = read_pictures
+    read_video: Callable[["Family", Any, Clip], Features] | None = None
+    more: Callable[[Whole], Tensors] = no_more
+    wrap: Callable[[Any, str], str] = as_it_is
+    tidy: Callable[[Any, str], str] = as_it_is
+
+    def slot_of(self, kind: str) -> str:
+        """The token that stands for one medium of a kind in the rendered prompt."""
+        return self.slot if kind == "image" else self.video_slot
+
+    def feature_of(self, kind: str) -> str:
+        """The token that stands for one feature of a kind in the expanded prompt."""
+        return (self.feature if kind == "image" else self.video_feature) or self.slot_of(kind)
+
+    def written_as(self, kind: str) -> str:
+        """How one medium of a kind is written in a plain string."""
+        return (self.written if kind == "image" else self.video_written) or self.slot_of(kind)
+
+    def vision_ids(self, vocabulary: Mapping[str, int]) -> dict[str, int]:
+        """The tokens of a vocabulary that no completion may hold, with their ids."""
+        pattern = re.compile(self.vision_tokens)
+        return {token: i for token, i in vocabulary.items() if self.vision_tokens and pattern.fullmatch(token)}
+
+    def keep(self, output: Mapping[str, Any]) -> Tensors:
+        """Of a processor's output what belongs to the pictures themselves.
+
+        Raises:
+            ValueError: a tensor that the family has no rule for.
+        """
+        of_text = ("input_ids", "attention_mask", *self.drop)
+        if unknown := [name for name in output if name not in self.join and name not in of_text]:
+            raise ValueError(f"the family {self.name} has no rule for {unknown[0]}, which the processor returns")
+        return {
+            name: tensor
+            for name, tensor in output.items()
+            if name in self.join and self.join[name].kind is not JoinKind.TOKENS
+        }

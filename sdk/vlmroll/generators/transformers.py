@@ -5,7 +5,7 @@ recomputed, and its completions branch from it. Rows leave the batch when they s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from vlmroll.modeling import eval_mode
 from vlmroll.scoring import to_device, token_logprobs
 from vlmroll.types import Completion, GenerationOutput, SamplingParams
 from vlmroll_processors import ProcessorAdapter, Prompt, collate
+from vlmroll_processors.collate import alike
 
 
 @dataclass(slots=True)
@@ -28,12 +29,14 @@ class _Branches:
     position: torch.Tensor  # [R] of the next token
     logits: torch.Tensor  # [R, V] for the next token
     axes: tuple[int, ...]  # leading axes of the position ids, such as (3,)
+    repeated: dict[str, torch.Tensor]  # [R, 1, ...] per-token inputs that each new token gets from the last one
 
     def keep(self, rows: torch.Tensor) -> None:
         """Keep some rows, or repeat rows, in the order of their indices."""
         self.cache.reorder_cache(rows)
         for name in ("owner", "ids", "mask", "position", "logits"):
             setattr(self, name, getattr(self, name)[rows])
+        self.repeated = {name: tensor[rows] for name, tensor in self.repeated.items()}
 
 
 @dataclass(slots=True)
@@ -79,8 +82,15 @@ class TransformersGenerator:
         """
         if not prompts or num_generations < 1:
             raise ValueError(f"nothing to generate: {len(prompts)} prompts, {num_generations} generations each")
+        grown = [_Growing() for _ in range(len(prompts) * num_generations)]
         with torch.no_grad(), eval_mode(self.model):
-            grown = self._grow(prompts, sampling, num_generations)
+            for number, places in enumerate(alike(prompts)):
+                seed = None if sampling.seed is None else sampling.seed + number
+                chosen = [prompts[i] for i in places]
+                found = self._grow(chosen, replace(sampling, seed=seed), num_generations)
+                for i, place in enumerate(places):
+                    for j in range(num_generations):
+                        grown[place * num_generations + j] = found[i * num_generations + j]
         completions = [
             Completion(
                 completion_ids=tuple(row.ids),
@@ -103,17 +113,22 @@ class TransformersGenerator:
         distinct = list({id(prompt): prompt for prompt in prompts}.values())
         place = {id(prompt): i for i, prompt in enumerate(distinct)}
         batch = to_device(collate(distinct, pad_token_id=self._adapter.pad_token_id), device)
-        output = self.model(**batch.model_inputs(), use_cache=True, logits_to_keep=1)
+        output = self.model(**batch.model_inputs(dtype=self.model.dtype), use_cache=True, logits_to_keep=1)
         positions = batch.forward_kwargs["position_ids"]
         branches = _Branches(
             owner=torch.arange(len(distinct), device=device),
             cache=output.past_key_values,
             ids=batch.input_ids,
             mask=batch.attention_mask,
-            # The next position follows the largest, on every axis where there are several.
-            position=positions.reshape(-1, *positions.shape[-2:]).amax((0, 2)) + 1,
+            # The next position follows the last, which is text and so alike on every axis.
+            position=positions[..., -1].reshape(-1, positions.shape[-2]).amax(0) + 1,
             logits=output.logits[:, -1],
             axes=tuple(positions.shape[:-2]),
+            repeated={
+                name: tensor[:, -1:]
+                for name, tensor in batch.forward_kwargs.items()
+                if name in prompts[0].join and prompts[0].join[name].completion == "repeat"
+            },
         )
         rows = torch.tensor([place[id(prompt)] for prompt in prompts], device=device)
         branches.keep(rows.repeat_interleave(num_generations))
@@ -158,6 +173,7 @@ class TransformersGenerator:
             position_ids=branches.position[:, None].expand(*branches.axes, -1, 1),
             past_key_values=branches.cache,
             use_cache=True,
+            **branches.repeated,
         )
         branches.position = branches.position + 1
         branches.logits = output.logits[:, -1]

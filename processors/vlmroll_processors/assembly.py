@@ -1,0 +1,135 @@
+"""A rendered text and what its pictures bring -> one `Prompt`."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from vlmroll_processors.collate import pad_and_cat
+from vlmroll_processors.families.base import Family, Tensors, Whole
+from vlmroll_processors.images import Picture
+from vlmroll_processors.media import KINDS, NOUNS
+from vlmroll_processors.reading import Unit
+from vlmroll_processors.types import ImageSpan, Join, JoinKind, Prompt
+from vlmroll_processors.videos import Video
+
+
+def assemble(
+    family: Family, processor: Any, config: Any, text: str, units: Sequence[Unit], *, special: bool, where: str
+) -> Prompt:
+    """Tokenise the rendered text, with slots and with features, and join what the media bring.
+
+    Args:
+        config: the model's config, or None; few families need it.
+        text: the rendered prompt, with one slot for each medium.
+        units: the media in slot order.
+        special: whether the tokenizer adds its special tokens.
+        where: names the row in error messages.
+
+    Raises:
+        ValueError: slots and media, or features and placeholder tokens, do not match; or there are no tokens.
+    """
+    tokenizer: Any = getattr(processor, "tokenizer", processor)
+
+    def ids_of(piece: str) -> list[int]:
+        try:
+            return tokenizer(piece, add_special_tokens=special)["input_ids"]
+        except TypeError as error:  # the tokenizer's word for text that is not valid Unicode
+            raise ValueError(f"{where}, column 'prompt': the text cannot be tokenised: {error}") from error
+
+    media = [medium for unit in units for medium in unit.media]
+    texts = [piece for unit in units for piece in unit.features.texts]
+    wrapped = family.wrap(processor, text)
+    engine_ids = ids_of(wrapped)
+    expanded = _expand(family, wrapped, media, texts, where=where)
+    prompt_ids = ids_of(family.tidy(processor, expanded)) if media else engine_ids
+    if not prompt_ids:
+        raise ValueError(f"{where}, column 'prompt': it renders to no tokens; give a prompt that is not empty")
+    counts = [piece.count(family.feature_of(medium.kind)) for medium, piece in zip(media, texts, strict=True)]
+    places = _places(family, tokenizer, prompt_ids, counts, where=where)
+    spans = [ImageSpan(offset=found[0], length=found[-1] + 1 - found[0]) for found in places]
+    by_kind = {kind: [(m, s) for m, s in zip(media, spans, strict=True) if m.kind == kind] for kind in KINDS}
+    kwargs = joined(family.join, [unit.features.kwargs for unit in units])
+    kwargs |= _marks(family.join, len(prompt_ids), [m.kind for m in media], places)
+    kwargs |= family.more(
+        Whole(
+            processor=processor,
+            config=config,
+            num_tokens=len(prompt_ids),
+            places=places,
+            media=[unit.features.kwargs for unit in units],
+        )
+    )
+    return Prompt(
+        prompt_ids=tuple(prompt_ids),
+        engine_ids=tuple(engine_ids),
+        text=text,
+        images=tuple(m for m, _ in by_kind["image"] if isinstance(m, Picture)),
+        image_spans=tuple(span for _, span in by_kind["image"]),
+        videos=tuple(m for m, _ in by_kind["video"] if isinstance(m, Video)),
+        video_spans=tuple(span for _, span in by_kind["video"]),
+        forward_kwargs=kwargs,
+        join=family.join,
+        batch_key=len(media) if family.alike else 0,
+    )
+
+
+def _expand(family: Family, text: str, media: Sequence[Picture | Video], texts: Sequence[str], *, where: str) -> str:
+    """The text with each slot replaced by what its medium brings."""
+    slots = {slot: kind for kind in KINDS if (slot := family.slot_of(kind))}
+    if not slots:
+        return text
+    pieces = re.split(f"({'|'.join(map(re.escape, slots))})", text)
+    found = [slots[piece] for piece in pieces if piece in slots]
+    wanted = [medium.kind for medium in media]
+    if found != wanted:
+        kind = next((k for k in KINDS if found.count(k) != wanted.count(k)), "image")
+        noun = "picture" if kind == "image" else kind
+        raise ValueError(
+            f"{where}, column 'prompt': the chat template rendered {found.count(kind)} {noun} slots for "
+            f"{wanted.count(kind)} {NOUNS[kind]}; put {NOUNS[kind]} only into messages whose role the template gives "
+            f"{NOUNS[kind]} to"
+        )
+    replacement = iter(texts)
+    return "".join(next(replacement) if piece in slots else piece for piece in pieces if piece)
+
+
+def _places(
+    family: Family, tokenizer: Any, ids: Sequence[int], counts: Sequence[int], *, where: str
+) -> list[list[int]]:
+    """The positions of each medium's features among the prompt's tokens."""
+    features = {tokenizer.convert_tokens_to_ids(token) for kind in KINDS if (token := family.feature_of(kind))}
+    found = [i for i, token in enumerate(ids) if token in features]
+    if len(found) != sum(counts) or 0 in counts:
+        raise ValueError(
+            f"{where}, column 'prompt': it holds {len(found)} placeholder tokens for {sum(counts)} features of "
+            f"{len(counts)} pictures; the tokenizer and the processor do not belong together"
+        )
+    ends = torch.tensor(counts, dtype=torch.long).cumsum(0).tolist()
+    return [found[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+def joined(join: Mapping[str, Join], parts: Sequence[Tensors]) -> dict[str, torch.Tensor]:
+    """The kwargs of the media of one prompt, one after the other."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    # The tiles of one prompt lie side by side on axis 1 where axis 0 counts prompts.
+    axes = {name: 1 if join[name].kind is JoinKind.SAMPLES else 0 for name in names}
+    found = {name: [part[name] for part in parts if name in part] for name in names}
+    # One medium's tensors are shared with the other prompts that show it.
+    return {
+        name: tensors[0] if len(tensors) == 1 else pad_and_cat(tensors, join[name], axes[name])
+        for name, tensors in found.items()
+    }
+
+
+def _marks(
+    join: Mapping[str, Join], num_tokens: int, kinds: Sequence[str], places: Sequence[Sequence[int]]
+) -> dict[str, torch.Tensor]:
+    """Per-token kwargs whose value follows from the kind of each token alone."""
+    marks = torch.zeros(num_tokens, dtype=torch.long)
+    for kind, found in zip(kinds, places, strict=True):
+        marks[list(found)] = 1 + KINDS.index(kind)  # pyright: ignore
+    return {
+        name: marks if rule.prompt == "marks" else torch.zeros_like(marks) for name, rule in join.items() if rule.prompt
+    }

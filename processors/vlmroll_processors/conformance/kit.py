@@ -1,0 +1,102 @@
+"""Runs the checks and puts what they find into a report."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from vlmroll_processors.adapter import FamilyAdapter
+from vlmroll_processors.conformance import checks, with_model
+from vlmroll_processors.conformance.probes import KINDS, Probe, probe
+from vlmroll_processors.conformance.report import Outcome, Report
+
+# What processors and models raise for inputs that do not fit; a check that ends in one of them has failed.
+_MISFITS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+_WITHOUT_MODEL: dict[str, Callable[..., checks.Problems]] = {
+    "joined equals processor": checks.joined_equals_processor,
+    "split gives back": checks.split_gives_back,
+    "order changes nothing": checks.order_changes_nothing,
+    "spans cover features": checks.spans_cover_features,
+    "engine ids expand": checks.engine_ids_expand,
+    "vision ids are complete": checks.vision_ids_are_complete,
+}
+_WITH_MODEL: dict[str, Callable[..., checks.Problems]] = {
+    "config ids are banned": with_model.config_ids_are_banned,
+    "batch changes nothing": with_model.batch_changes_nothing,
+    "as generated": with_model.as_generated,
+    "pixels matter": with_model.pixels_matter,
+}
+CHECKS = (*_WITHOUT_MODEL, *_WITH_MODEL)
+"""Names of all checks."""
+
+
+def check(adapter: FamilyAdapter, model: Any = None, *, tolerance: float = 1e-4) -> Report:
+    """Try an adapter on rows with no, one and many pictures, alone and mixed.
+
+    Args:
+        adapter: what `load_adapter` returns; its pixel budget and length limit are left aside.
+        model: a model for it, of any size; without one the checks that need logits are not run.
+        tolerance: of logits, relative to the largest; 1e-4 suits float32, 3e-2 bfloat16.
+
+    Returns:
+        A report that prints as a table.
+
+    Example:
+        >>> print(check(load_adapter("assets/tiny-vl")))  # doctest: +SKIP
+    """
+    config = getattr(model, "config", None) or adapter.config
+    plain = FamilyAdapter(adapter.processor, adapter.family, config=config)
+    abilities: dict[str, str] = {}
+    found: list[Probe] = []
+    for kind, rows in KINDS.items():
+        try:
+            found += [probe(plain, kind, letters) for letters in rows]
+            abilities[kind] = "yes"
+        except _MISFITS as error:
+            abilities[kind] = f"no: {_words(error)}"
+    different = len({probe.prompt.batch_key for probe in found}) > 1
+    abilities["mixed batch"] = "no: prompts with different numbers of pictures go into batches of their own"
+    if not different:
+        abilities["mixed batch"] = "yes"
+    outcomes = [_run(name, work, plain, found) for name, work in _WITHOUT_MODEL.items()]
+    for name, work in _WITH_MODEL.items():
+        if model is None:
+            outcomes.append(Outcome(name=name, result="not run", detail="needs a model"))
+        else:
+            outcomes.append(_run(name, work, plain, found, _in_eval_mode(model), tolerance))
+    return Report(
+        family=adapter.family.name,
+        processor=type(adapter.processor).__name__,
+        abilities=abilities,
+        outcomes=tuple(outcomes),
+    )
+
+
+def _in_eval_mode(model: Any) -> Any:
+    return model.eval() if isinstance(model, torch.nn.Module) else model
+
+
+def _run(
+    name: str, work: Callable[..., checks.Problems], adapter: FamilyAdapter, found: Sequence[Probe], *more: Any
+) -> Outcome:
+    if not found:
+        return Outcome(name=name, result="failed", detail="no row could be encoded")
+    try:
+        problems = list(dict.fromkeys(work(adapter, found, *more)))
+    except _MISFITS as error:
+        problems = [_words(error)]
+    return Outcome(name=name, result="failed" if problems else "passed", detail="; ".join(problems[:3]))
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error!s:.300}" if not isinstance(error, ValueError) else f"{error!s:.300}"

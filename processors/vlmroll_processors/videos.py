@@ -1,0 +1,205 @@
+"""Videos: a file, or a list of frames, becomes a clip of sampled frames in one size.
+
+Which frames and which size is the arithmetic of qwen-vl-utils; files are decoded by PyAV, which it brings along. As
+with pictures, a video that comes from a file is decoded again when its frames are asked for.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+
+from vlmroll_processors.images import Picture, read_picture
+
+SAMPLING_KEYS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
+VIDEO_KEYS = (
+    *SAMPLING_KEYS,
+    "sample_fps",
+    "min_pixels",
+    "max_pixels",
+    "total_pixels",
+    "resized_height",
+    "resized_width",
+)
+"""Keys that may stand beside a video, as qwen-vl-utils reads them; pixels are those of one frame."""
+_FRAME_FACTOR = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clip:
+    """The frames of a video that a model sees.
+
+    Attributes:
+        frames: uint8 [F, 3, H, W].
+        fps: frames for each second of the file, or of the list.
+        indices: which frame of the file each one is.
+        total: number of frames of the part of the file that was sampled.
+    """
+
+    frames: torch.Tensor
+    fps: float
+    indices: tuple[int, ...]
+    total: float
+
+    @property
+    def sampled_fps(self) -> float:
+        """Frames of the clip for each second."""
+        return len(self.indices) / self.total * self.fps
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The same for a video processor of transformers."""
+        return {"fps": self.fps, "frames_indices": list(self.indices), "total_num_frames": self.total}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Video:
+    """One video as it was read.
+
+    Attributes:
+        source: its file, or its frames as pictures.
+        sha256: hex digest of the clip: size, pixels and times.
+        size: width and height of its frames in pixels, after resizing.
+        num_frames: number of sampled frames.
+        keys: the keys that it was read with (`VIDEO_KEYS`).
+        factor: height and width are multiples of it.
+    """
+
+    source: Path | tuple[Picture, ...] = field(repr=False, compare=False)
+    sha256: str
+    size: tuple[int, int]
+    num_frames: int
+    keys: tuple[tuple[str, float], ...] = ()
+    factor: int
+
+    @property
+    def kind(self) -> Literal["video"]:
+        """Tells it from a picture."""
+        return "video"
+
+    @property
+    def key(self) -> tuple[str, tuple[tuple[str, float], ...]]:
+        """Cache key."""
+        return self.sha256, self.keys
+
+    @property
+    def clip(self) -> Clip:
+        """The frames; from a file they are decoded anew each time.
+
+        Raises:
+            ValueError: the file has changed since the video was read.
+        """
+        source = self.source if isinstance(self.source, Path) else [picture.image for picture in self.source]
+        found, clip = read_video(source, where="a video of the prompt", keys=dict(self.keys), factor=self.factor)
+        if found.sha256 != self.sha256:
+            raise ValueError("a video has changed since it was encoded; keep the files of a run as they are")
+        return clip
+
+
+def read_video(source: Any, *, where: str, keys: Mapping[str, float], factor: int) -> tuple[Video, Clip]:
+    """Read one video; also its frames, which the first does not keep when they come from a file.
+
+    Args:
+        source: a path, a list of frames (each as a picture may be given) or an array [F, H, W, 3].
+        where: row and column, for error messages.
+        keys: see `VIDEO_KEYS`. Of a list of frames all are taken, so it has no sampling keys but `fps` (or
+            `sample_fps`), the rate at which they were taken.
+        factor: height and width are rounded to multiples of it.
+
+    Raises:
+        ValueError: the source cannot be read, or a key does not go with it.
+    """
+    if isinstance(source, str) and "://" in source and not source.startswith("file://"):
+        raise ValueError(f"{where}: remote videos are not fetched ({source!r:.200}); download it and give its path")
+    kept: Path | tuple[Picture, ...]
+    if isinstance(source, str | Path):
+        kept = Path(str(source).removeprefix("file://")).absolute()
+        if not kept.is_file():
+            raise ValueError(f"{where}: there is no video file at {str(kept)!r:.200}; check the path")
+        frames, fps, indices, total = _decode(kept, keys, where=where)
+    else:
+        kept, frames = _frames(source, where=where)
+        if given := [key for key in SAMPLING_KEYS[1:] if key in keys]:
+            raise ValueError(f"{where}: {given[0]} does not go with a list of frames, which are all taken; drop it")
+        fps = float(keys.get("sample_fps", keys.get("fps", 2.0)))
+        indices, total = list(range(len(frames))), len(frames)
+    frames = _resized(frames, keys, factor, where=where)
+    clip = Clip(frames=frames, fps=fps, indices=tuple(indices), total=total)
+    digest = hashlib.sha256(repr((tuple(frames.shape), fps, clip.indices, total)).encode())
+    digest.update(frames.numpy().tobytes())
+    size = frames.shape[3], frames.shape[2]
+    sorted_keys = tuple(sorted(keys.items()))
+    name = digest.hexdigest()
+    return Video(source=kept, sha256=name, size=size, num_frames=len(frames), keys=sorted_keys, factor=factor), clip
+
+
+def _frames(source: Any, *, where: str) -> tuple[tuple[Picture, ...], torch.Tensor]:
+    """The frames of a list, uint8 [F, 3, H, W], an even number of them."""
+    if isinstance(source, np.ndarray | torch.Tensor) and source.ndim == 4:
+        source = list(np.asarray(source))
+    if not isinstance(source, Sequence) or not source:
+        raise ValueError(
+            f"{where}: a video cannot be made from {type(source).__name__}; give a path, a list of frames or an array "
+            "[F, H, W, 3]"
+        )
+    items = cast("Sequence[Any]", source)
+    read = [read_picture(frame, where=f"{where}, frame {i}") for i, frame in enumerate(items)]
+    if len(sizes := {picture.size for picture, _ in read}) > 1:
+        raise ValueError(f"{where}: its frames have different sizes ({sorted(sizes)}); make them alike")
+    frames = [torch.from_numpy(np.array(image)).permute(2, 0, 1) for _, image in read]
+    frames += frames[-1:] * (-len(frames) % _FRAME_FACTOR)  # two frames make one patch in time
+    return tuple(picture for picture, _ in read), torch.stack(frames)
+
+
+def _decode(path: Path, keys: Mapping[str, float], *, where: str) -> tuple[torch.Tensor, float, list[int], int]:
+    """The sampled frames of a file, their rate, indices and number in the file."""
+    import av
+    from qwen_vl_utils import vision_process as qwen  # pyright: ignore[reportMissingTypeStubs]
+
+    try:
+        with av.open(str(path)) as container:
+            stream = container.streams.video[0]
+            stream.thread_type = "AUTO"
+            rate = float(stream.average_rate or stream.guessed_rate or 0)
+            count = stream.frames
+            if not count:  # some containers do not tell
+                count = sum(1 for packet in container.demux(stream) if packet.size)
+                container.seek(0)
+            start, end, count = qwen.calculate_video_frame_range(dict(keys), count, rate)
+            wanted = qwen.smart_nframes(dict(keys), total_frames=count, video_fps=rate)
+            indices: list[int] = torch.linspace(start, end, wanted).round().long().tolist()
+            found: dict[int, torch.Tensor] = {}
+            for i, frame in enumerate(container.decode(stream)):
+                if i in indices:
+                    found[i] = torch.from_numpy(frame.to_ndarray(format="rgb24")).permute(2, 0, 1)
+                if i >= indices[-1]:
+                    break
+    except (av.FFmpegError, LookupError, OSError, ValueError, AssertionError) as error:
+        raise ValueError(f"{where}: the video cannot be read ({type(error).__name__}: {error!s:.200})") from error
+    if missing := [i for i in indices if i not in found]:
+        raise ValueError(f"{where}: the video ends before frame {missing[0]} of {count}; replace the file")
+    return torch.stack([found[i] for i in indices]), rate, indices, count
+
+
+def _resized(frames: torch.Tensor, keys: Mapping[str, float], factor: int, *, where: str) -> torch.Tensor:
+    """The frames in the size that qwen-vl-utils gives them, resized once."""
+    from qwen_vl_utils import vision_process as qwen  # pyright: ignore[reportMissingTypeStubs]
+    from torchvision.transforms import InterpolationMode, functional
+
+    count, _, height, width = frames.shape
+    try:
+        if "resized_height" in keys:
+            size = qwen.smart_resize(int(keys["resized_height"]), int(keys["resized_width"]), factor=factor)
+        else:
+            low = int(keys.get("min_pixels", qwen.VIDEO_MIN_TOKEN_NUM * factor**2))
+            total = keys.get("total_pixels", qwen.MODEL_SEQ_LEN * factor**2 * 0.9)
+            most = max(min(qwen.VIDEO_MAX_TOKEN_NUM * factor**2, total / count * _FRAME_FACTOR), int(low * 1.05))
+            high = int(min(keys.get("max_pixels", most), most))
+            size = qwen.smart_resize(height, width, factor=factor, min_pixels=min(low, high), max_pixels=high)
+    except (ValueError, AssertionError) as error:
+        raise ValueError(f"{where}: a video of {width}x{height} pixels cannot be resized: {error}") from error
+    return functional.resize(frames, list(size), interpolation=InterpolationMode.BICUBIC, antialias=True)
