@@ -11,9 +11,10 @@ Example:
     >>> batch = collate(prompts, pad_token_id=adapter.pad_token_id)  # doctest: +SKIP
 """
 
-from vlmroll_processors.adapter import ProcessorAdapter, load_adapter
+from vlmroll_processors.adapter import ProcessorAdapter, PromptTooLong
 from vlmroll_processors.collate import PaddedBatch, collate
 from vlmroll_processors.images import Picture
+from vlmroll_processors.loading import load_adapter
 from vlmroll_processors.types import ImageSpan, Join, JoinKind, Prompt
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "PaddedBatch",
     "Picture",
     "ProcessorAdapter",
+    "PromptTooLong",
     "Prompt",
     "collate",
     "load_adapter",

@@ -42,8 +42,8 @@ class Join:
         completion: TOKENS only; what a completion token gets: a constant, "count_on" for positions, which continue
             from the prompt's largest position, or "repeat" for the entry of the prompt's last token. What is repeated
             belongs to every token, so engines that decode step by step pass it at each step.
-        prompt: TOKENS only; what the prompt's own tensor holds, where a word can say it: "zeros", or "marks", which is 1
-            on the features of pictures, 2 on those of videos and 0 elsewhere.
+        prompt: TOKENS only; what the prompt's own tensor holds, where a word can say it: "zeros", or "marks", which is
+            1 on the features of pictures, 2 on those of videos and 0 elsewhere.
         token_axis: TOKENS only; the axis of one prompt's tensor that counts tokens. The batch axis is put before it,
             so position ids of shape [3, P] join to [3, B, T].
         pad_axes: ROWS only; trailing axes whose size differs between prompts and is padded to the batch's maximum.

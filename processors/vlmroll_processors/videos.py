@@ -13,18 +13,10 @@ from typing import Any, Literal, cast
 import numpy as np
 import torch
 
-from vlmroll_processors.images import Picture, read_picture
+from vlmroll_processors.images import RESIZE_KEYS, Picture, read_picture
 
 SAMPLING_KEYS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
-VIDEO_KEYS = (
-    *SAMPLING_KEYS,
-    "sample_fps",
-    "min_pixels",
-    "max_pixels",
-    "total_pixels",
-    "resized_height",
-    "resized_width",
-)
+VIDEO_KEYS = (*SAMPLING_KEYS, "sample_fps", "total_pixels", *RESIZE_KEYS)
 """Keys that may stand beside a video, as qwen-vl-utils reads them; pixels are those of one frame."""
 _FRAME_FACTOR = 2
 

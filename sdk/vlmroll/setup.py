@@ -14,8 +14,9 @@ import torch
 from vlmroll.config import PolicyConfig
 from vlmroll.modeling import Reference, add_adapter, disable_dropout, eval_mode, freeze_vision_tower, load_model
 from vlmroll.rewards import ModelReward
-from vlmroll_processors.adapter import FamilyAdapter, load_adapter
+from vlmroll_processors.adapter import FamilyAdapter
 from vlmroll_processors.conformance import check
+from vlmroll_processors.loading import load_adapter
 
 logger = logging.getLogger(__name__)
 

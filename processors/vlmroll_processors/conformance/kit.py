@@ -64,10 +64,8 @@ def check(adapter: FamilyAdapter, model: Any = None, *, tolerance: float = 1e-4)
             abilities[kind] = "yes"
         except _MISFITS as error:
             abilities[kind] = f"no: {_words(error)}"
-    different = len({probe.prompt.batch_key for probe in found}) > 1
-    abilities["mixed batch"] = "no: prompts with different numbers of pictures go into batches of their own"
-    if not different:
-        abilities["mixed batch"] = "yes"
+    apart = len({probe.prompt.batch_key for probe in found}) > 1
+    abilities["mixed batch"] = "yes, with a forward pass for each number of pictures" if apart else "yes"
     outcomes = [_run(name, work, plain, found) for name, work in _WITHOUT_MODEL.items()]
     for name, work in _WITH_MODEL.items():
         if model is None:

@@ -1,5 +1,6 @@
 """What must be true of an adapter together with a model. Each check returns what is wrong, or nothing."""
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -65,20 +66,27 @@ def as_generated(adapter: FamilyAdapter, probes: Sequence[Probe], model: Any, to
             for name, value in processor_output(adapter, [prompt]).items()
             if name not in adapter.family.drop
         }
-        output = model.generate(
-            **_on_device(inputs, model),
-            max_new_tokens=NEW_TOKENS,
-            min_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            suppress_tokens=sorted(adapter.vision_ids),
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
+        output = model.generate(**_on_device(inputs, model), generation_config=_greedy(model, adapter))
         theirs = torch.cat([step.float().cpu() for step in output.logits])
         completion = output.sequences[0, -NEW_TOKENS:].tolist()
         (row,) = _logits(model, collate([prompt], [completion], pad_token_id=adapter.pad_token_id))
         if (off := _off(row[-NEW_TOKENS - 1 : -1], theirs, tolerance)) > 1:
             yield f"logits of a row with {describe(prompt)} differ by {off * tolerance:.1e} from generate's"
+
+
+def _greedy(model: Any, adapter: FamilyAdapter) -> Any:
+    options = copy.deepcopy(model.generation_config)
+    options.update(
+        max_length=None,
+        max_new_tokens=NEW_TOKENS,
+        min_length=None,
+        min_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        suppress_tokens=sorted(adapter.vision_ids),
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return options
 
 
 def pixels_matter(adapter: FamilyAdapter, probes: Sequence[Probe], model: Any, tolerance: float) -> Problems:

@@ -6,7 +6,7 @@ from vlmroll_processors.families.base import Family
 from vlmroll_processors.families.cohere import AYA_VISION, COHERE2_VISION
 from vlmroll_processors.families.gemma import GEMMA3, GEMMA4
 from vlmroll_processors.families.glm_v import GLM_V
-from vlmroll_processors.families.idefics import IDEFICS2, IDEFICS3
+from vlmroll_processors.families.idefics import IDEFICS2, IDEFICS3, SMOLVLM
 from vlmroll_processors.families.internvl import INTERNVL
 from vlmroll_processors.families.kimi import KIMI
 from vlmroll_processors.families.lfm2_vl import LFM2_VL
@@ -36,6 +36,7 @@ FAMILIES: tuple[Family, ...] = (
     PIXTRAL,
     QWEN_VL,
     QWEN2_5_VL,
+    SMOLVLM,
 )
 
 

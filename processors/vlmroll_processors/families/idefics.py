@@ -5,6 +5,7 @@ The models take a tile whose values are all exactly 0 for padding.
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from vlmroll_processors.families.base import Family, Features, Sized
@@ -15,11 +16,12 @@ _TILES = {"pixel_values": Join(kind=JoinKind.SAMPLES), "pixel_attention_mask": J
 
 IDEFICS3 = Family(
     name="Idefics3",
-    processors=("Idefics3Processor", "SmolVLMProcessor"),
+    processors=("Idefics3Processor",),
     slot="<image>",
     vision_tokens=r"<image>|<video>|<fake_token_around_image>|<global-img>|<row_\d+_col_\d+>",
     join=_TILES,
 )
+SMOLVLM = replace(IDEFICS3, name="SmolVLM", processors=("SmolVLMProcessor",))
 
 
 def read(family: Family, processor: Any, pictures: Sequence[Sized]) -> Features:

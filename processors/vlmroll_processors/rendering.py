@@ -1,0 +1,95 @@
+"""A cleaned chat -> the text of the prompt, by the chat template, with one slot for each picture and video."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from jinja2 import TemplateError
+
+from vlmroll_processors.families import TEXT, Family
+from vlmroll_processors.messages import Chat, without_nulls
+from vlmroll_processors.types import Row
+
+OWN_TEMPLATE_KWARGS = ("messages", "conversation", "tokenize", "add_generation_prompt", "continue_final_message")
+"""Arguments of a chat template that are set here."""
+
+
+def render(
+    family: Family,
+    processor: Any,
+    chat: Chat,
+    template_kwargs: Mapping[str, Any],
+    *,
+    reserved: Collection[str],
+    where: str,
+) -> str:
+    """The prompt as text, with one slot for each picture and video.
+
+    Args:
+        template_kwargs: passed to the chat template.
+        reserved: tokens that the row's own text may not hold.
+        where: names the row in error messages.
+
+    Raises:
+        ValueError: the text holds a reserved token, or the chat template is missing or refuses the messages.
+    """
+    for text in chat.texts():
+        if held := [token for token in reserved if token in text]:
+            raise ValueError(
+                f"{where}, column 'prompt': the text holds the reserved {held[0]}; write "
+                "<image> or an image part where a picture goes, or remove it"
+            )
+    if chat.messages is None:
+        written = [family.written_as(medium.kind) for medium in chat.media]
+        return "".join(piece for pair in zip(chat.segments, [*written, ""], strict=True) for piece in pair)
+    if getattr(processor, "chat_template", None) is None:
+        raise ValueError(
+            f"{where}, column 'prompt': the tokenizer has no chat template; give plain strings, or set "
+            "processing_class.chat_template"
+        )
+    messages = [_text_only(message) for message in chat.messages] if family is TEXT else list(chat.messages)
+    goes_on = messages[-1]["role"] == "assistant"
+    # Some processors warn of arguments of their own that they add themselves, unless they find some here.
+    quiet = {} if not hasattr(processor, "tokenizer") else {"processor_kwargs": {"padding": False}}
+    try:
+        return processor.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=not goes_on,
+            continue_final_message=goes_on,
+            **quiet,
+            **template_kwargs,
+        )
+    except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
+        # Templates refuse roles and orders in words of their own, or trip over values that they do not expect.
+        raise ValueError(f"{where}, column 'prompt': the chat template refuses the messages: {error}") from error
+
+
+def adds_special_tokens(family: Family, processor: Any, chat: Chat, text: str) -> bool:
+    """Whether the tokenizer adds its special tokens: by the processor's rule, but never a second one in front."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    if chat.messages is not None and (processor is tokenizer or family is TEXT):
+        return False  # a tokenizer's template writes them itself
+    rules = getattr(getattr(processor, "valid_processor_kwargs", None), "_defaults", {})
+    adds = rules.get("text_kwargs", {}).get("add_special_tokens", True)
+    bos = tokenizer.bos_token
+    return adds and not (chat.messages is not None and bos is not None and text.startswith(bos))
+
+
+def template_kwargs_of(row: Row, *, where: str) -> dict[str, Any]:
+    """The arguments that a row has for the chat template."""
+    value = row.get("chat_template_kwargs")
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where}, column 'chat_template_kwargs': give a mapping, got {type(value).__name__}")
+    kwargs = without_nulls(value)  # Arrow gives every row the keys of all rows
+    if own := [name for name in OWN_TEMPLATE_KWARGS if name in kwargs]:
+        raise ValueError(f"{where}, column 'chat_template_kwargs': {own[0]} is set by the adapter; remove it")
+    return kwargs
+
+
+def _text_only(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with its text parts joined to a string, as templates of text models expect."""
+    if "content" not in message:
+        return dict(message)
+    return {**message, "content": "".join(part["text"] for part in message["content"])}
