@@ -181,8 +181,8 @@ class FamilyAdapter:
                 tried = ", and its pictures cannot be shrunk enough" if self._shrink else ""
                 raise PromptTooLong(
                     f"{where}, column 'prompt': it has {prompt.num_tokens} tokens ({prompt.num_image_tokens} of "
-                    f"pictures), more than max_prompt_length={self._limit}{tried}; shorten it, lower max_pixels, or "
-                    "drop the row"
+                    f"pictures), and at most {self._limit} may be (max_prompt_length, or what the model's positions "
+                    f"leave){tried}; shorten it, lower max_pixels, or drop the row"
                 )
             media = tuple(smaller(chat.media, pixels))
 

@@ -32,6 +32,23 @@ class ChosenRows(Sequence[Row]):
     def __getitem__(self, index: Any) -> Any:
         return self._dataset[self._row_ids[index]]
 
+    def after(self, index: int) -> Iterator[tuple[int, Row]]:
+        """Number and row of all others in the dataset, from the one behind a chosen row on."""
+        length = len(self._dataset)
+        for step in range(1, length):
+            row_id = (self._row_ids[index] + step) % length
+            yield row_id, self._dataset[row_id]
+
+
+def rows_after(rows: Sequence[Row], row_ids: Sequence[int], place: int) -> Iterator[tuple[int, Row]]:
+    """Number and row of those that may take the place of one: the next in the dataset, else the others of the round."""
+    if isinstance(rows, ChosenRows):
+        yield from rows.after(place)
+        return
+    for step in range(1, len(rows)):
+        other = (place + step) % len(rows)
+        yield row_ids[other], rows[other]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroStep:

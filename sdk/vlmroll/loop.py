@@ -114,12 +114,16 @@ class RoundTrainer(Trainer):
         if step.index > 0:
             check_plan(folder, rank, self._plan())
         place = {row_id: i for i, row_id in enumerate(step.row_ids)}
+
+        def row_of(row_id: int) -> Row:  # a row that took the place of one too long is none of the round's own
+            return rows[place[row_id]] if row_id in place else self.train_dataset[row_id]  # pyright: ignore
+
         found = load_round(
             folder,
             rank,
             epoch=step.epoch,
             number=step.round,
-            row_of=lambda row_id: rows[place[row_id]],
+            row_of=row_of,
             adapter=self.adapter,
         )
         if found is None and step.index > 0:

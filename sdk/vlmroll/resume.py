@@ -56,7 +56,7 @@ def save_round(current: Round, folder: str | Path, rank: int, plan: Mapping[str,
 
 def _digest(prompt: Prompt) -> str:
     """Ids and pictures of a prompt, in short."""
-    content = repr((prompt.prompt_ids, [picture.key for picture in prompt.images]))
+    content = repr((prompt.prompt_ids, [medium.key for medium in (*prompt.images, *prompt.videos)]))
     return hashlib.sha256(content.encode()).hexdigest()
 
 

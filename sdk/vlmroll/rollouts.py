@@ -3,18 +3,22 @@
 All of it works on lists of `Rollout` and on plain numbers gathered from all processes.
 """
 
+import logging
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from vlmroll import data
 from vlmroll.generators.base import Generator
 from vlmroll.losses import token_weights
 from vlmroll.types import Completion, Rollout, SamplingParams
-from vlmroll_processors import Prompt
+from vlmroll_processors import ProcessorAdapter, Prompt, PromptTooLong
 from vlmroll_processors.types import Row
+
+logger = logging.getLogger(__name__)
 
 _MOST_FOR_QUANTILE = 2**24
 """torch.quantile takes no more values."""
@@ -24,10 +28,14 @@ Gather = Callable[[list[Any]], list[Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """What one process generates of one prompt: `count` completions for the round's prompt number `group`."""
+    """What one process generates of one prompt: `count` completions for the round's prompt number `group`.
+
+    `first` says whether the first completion of the group is among them.
+    """
 
     group: int
     count: int
+    first: bool = True
 
 
 def share_of(num_prompts: int, num_generations: int, rank: int, world_size: int) -> list[Share]:
@@ -44,11 +52,57 @@ def share_of(num_prompts: int, num_generations: int, rank: int, world_size: int)
     for group in range(num_prompts):
         start, end = group * num_generations, (group + 1) * num_generations
         if (count := min(end, last) - max(start, first)) > 0:
-            shares.append(Share(group=group, count=count))
+            shares.append(Share(group=group, count=count, first=first <= start))
     return shares
 
 
-def check_lengths(prompts: Sequence[Prompt], row_ids: Sequence[int], max_new: int, context: int | None) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoded:
+    """The prompts of some shares, with the rows that they come from.
+
+    Attributes:
+        num_skipped: rows that were too long, and in whose place the next ones are.
+    """
+
+    prompts: tuple[Prompt, ...]
+    rows: tuple[Row, ...]
+    row_ids: tuple[int, ...]
+    num_skipped: int
+
+
+def encode(
+    adapter: ProcessorAdapter, rows: Sequence[Row], row_ids: Sequence[int], shares: Sequence[Share], *, skip: bool
+) -> Encoded:
+    """Encode the rows of a round that belong to some shares.
+
+    Args:
+        skip: put the row that comes next in the dataset (in a stream: in the round) in the place of one whose prompt
+            is too long. All processes find the same one.
+
+    Raises:
+        PromptTooLong: a prompt is too long, and it is not to be skipped, or all rows are.
+    """
+    found = [(row_ids[share.group], rows[share.group]) for share in shares]
+    next_rows: dict[int, Iterator[tuple[int, Row]]] = {}
+    skipped = 0
+    while True:
+        try:
+            prompts = adapter.encode([row for _, row in found], [row_id for row_id, _ in found])
+        except PromptTooLong as error:
+            share = shares[error.index]
+            following = next_rows.setdefault(share.group, data.rows_after(rows, row_ids, share.group))
+            replacement = next(following, None) if skip else None
+            if replacement is None:
+                raise
+            logger.warning("%s; skipped, and row %d takes its place", error, replacement[0])
+            found[error.index] = replacement
+            skipped += share.first
+            continue
+        ids, kept = tuple(row_id for row_id, _ in found), tuple(row for _, row in found)
+        return Encoded(prompts=tuple(prompts), rows=kept, row_ids=ids, num_skipped=skipped)
+
+
+def check_lengths(encoded: Encoded, max_new: int, context: int | None) -> None:
     """Refuse prompts that leave no room for the longest completion in the model's context.
 
     Args:
@@ -58,7 +112,7 @@ def check_lengths(prompts: Sequence[Prompt], row_ids: Sequence[int], max_new: in
     Raises:
         ValueError: names the row.
     """
-    for prompt, row_id in zip(prompts, row_ids, strict=True):
+    for prompt, row_id in zip(encoded.prompts, encoded.row_ids, strict=True):
         if context is not None and prompt.num_tokens + max_new > context:
             raise ValueError(
                 f"row {row_id}: its prompt has {prompt.num_tokens} tokens ({prompt.num_image_tokens} of pictures), and "
@@ -89,18 +143,16 @@ def generate_shares(
 
 def assemble(
     shares: Sequence[Share],
-    prompts: Sequence[Prompt],
+    encoded: Encoded,
     completions: Sequence[tuple[Completion, ...]],
-    rows: Sequence[Row],
-    row_ids: Sequence[int],
     banned_ids: Container[int] = (),
 ) -> list[Rollout]:
-    """One rollout for each completion, siblings side by side. `rows` and `row_ids` belong to the shares.
+    """One rollout for each completion, siblings side by side.
 
     Raises:
         ValueError: a completion holds an id that must not be sampled.
     """
-    for group, row_id in zip(completions, row_ids, strict=True):
+    for group, row_id in zip(completions, encoded.row_ids, strict=True):
         if found := [i for completion in group for i in completion.completion_ids if i in banned_ids]:
             raise ValueError(
                 f"row {row_id}: the generator sampled the id {found[0]}, which stands for a picture or is banned; it "
@@ -108,7 +160,9 @@ def assemble(
             )
     return [
         Rollout(prompt=prompt, completion=completion, row=row, row_id=row_id, group=share.group)
-        for share, prompt, group, row, row_id in zip(shares, prompts, completions, rows, row_ids, strict=True)
+        for share, prompt, group, row, row_id in zip(
+            shares, encoded.prompts, completions, encoded.rows, encoded.row_ids, strict=True
+        )
         for completion in group
     ]
 

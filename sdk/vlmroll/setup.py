@@ -69,6 +69,8 @@ def prepare(model: Any, args: PolicyConfig, processing_class: Any, peft_config: 
             max_pixels=args.max_pixels,
             chat_template_kwargs=options_dict(args.chat_template_kwargs),
             config=model.config,
+            max_prompt_length=prompt_limit(model, args),
+            long_prompts="shrink" if args.long_prompts == "shrink" else "raise",
             trust_remote_code=args.trust_remote_code,
             revision=options_dict(args.model_init_kwargs).get("revision"),
         )
@@ -107,6 +109,22 @@ def _check_trainable(model: Any) -> None:
             "trainable weights are in half precision, where updates of a small learning rate round to nothing; load "
             "them in float32 and set bf16=True for mixed precision"
         )
+
+
+def prompt_limit(model: Any, args: PolicyConfig) -> int | None:
+    """The most tokens of a prompt: what was asked for, or what the model's positions leave for it.
+
+    Raises:
+        ValueError: the longest completion leaves no room for a prompt.
+    """
+    if args.max_prompt_length is not None or (context := context_length(model)) is None:
+        return args.max_prompt_length
+    if context <= args.max_completion_length:
+        raise ValueError(
+            f"max_completion_length={args.max_completion_length} leaves no room for a prompt in the model's {context} "
+            "positions; lower it"
+        )
+    return context - args.max_completion_length
 
 
 def check_family(model: Any, adapter: Any) -> None:

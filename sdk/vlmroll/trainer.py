@@ -119,13 +119,14 @@ class PolicyTrainer(RoundTrainer):
         num_generations = self.args.generations_per_prompt(evaluating=mode == "eval")
         rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
         shares = rollouts.share_of(len(rows), num_generations, rank, world_size)
-        rows, row_ids = [rows[share.group] for share in shares], [row_ids[share.group] for share in shares]
         with metrics.timed("encode"):
-            prompts = self.adapter.encode(rows, row_ids)
-        rollouts.check_lengths(prompts, row_ids, self.args.max_completion_length, self._context)
+            skip = self.args.long_prompts == "skip"
+            encoded = rollouts.encode(self.adapter, rows, row_ids, shares, skip=skip)
+        metrics.add("sum", "prompts/num_skipped", float(encoded.num_skipped))
+        rollouts.check_lengths(encoded, self.args.max_completion_length, self._context)
         with metrics.timed("transformers.generate"), self.accelerator.autocast():
-            completions = rollouts.generate_shares(self.generator, prompts, self._sampling(seed), shares)
-        found = rollouts.assemble(shares, prompts, completions, rows, row_ids, self.generator.banned_ids)
+            completions = rollouts.generate_shares(self.generator, encoded.prompts, self._sampling(seed), shares)
+        found = rollouts.assemble(shares, encoded, completions, self.generator.banned_ids)
         texts = [self.adapter.decode(rollout.completion.completion_ids) for rollout in found]
         with metrics.timed("_calculate_rewards"):
             found = self.rewards.score(found, texts, self.state, metrics)

@@ -142,8 +142,12 @@ def wrong_calls() -> dict[str, tuple[Callable[[Path], Any], str]]:
         ),
         "dict as peft_config": (lambda folder: make_trainer("grpo", folder, peft_config={"r": 2}), "LoraConfig"),
         "prompt longer than the context": (
-            lambda folder: make_trainer("grpo", folder, max_completion_length=32768).train(),
-            r"row \d+: its prompt has .* tokens",
+            lambda folder: make_trainer("grpo", folder, max_completion_length=32760).train(),
+            r"row \d+, column 'prompt': it has .* tokens .* at most 8 may be",
+        ),
+        "completions longer than the context": (
+            lambda folder: make_trainer("grpo", folder, max_completion_length=32768),
+            "leaves no room for a prompt in the model's 32768 positions",
         ),
         "text for a switch": (
             lambda folder: GRPOConfig(str(folder), shuffle_dataset="false"),  # pyright: ignore

@@ -33,7 +33,8 @@ WORKING = """
     delta importance_sampling_level loss_type reward_weights multi_objective_aggregation scale_rewards
     mask_truncated_completions top_entropy_quantile use_bias_correction_kl log_completions log_multimodal
     num_completions_to_print log_unique_prompts learning_rate logging_steps gradient_checkpointing bf16
-    drop_zero_variance_groups freeze_vision_tower min_pixels max_pixels logprob_chunk_size
+    drop_zero_variance_groups freeze_vision_tower min_pixels max_pixels max_prompt_length long_prompts
+    logprob_chunk_size
 """.split()  # noqa: SIM905
 REFUSED: dict[str, Any] = {
     "use_vllm": True,
@@ -127,6 +128,8 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("logprob_chunk_size", 0, "at least 1"),
     ("min_pixels", 0, "at least 1"),
     ("max_pixels", 0, "at least 1"),
+    ("max_prompt_length", 0, "at least 1"),
+    ("long_prompts", "cut", "must be one of"),
     ("pad_to_multiple_of", 0, "at least 1"),
     ("pad_to_multiple_of", "some", "'auto', 'none' or an int"),
     ("model_init_kwargs", "float32", "a dict, or a JSON object"),
@@ -476,7 +479,6 @@ def test_retired_names_name_real_options() -> None:
     assert renamed
     assert set(renamed.values()) <= set(known)
     assert RETIRED["wandb_log_unique_prompts"] == "renamed; write log_unique_prompts"
-    assert RETIRED["max_prompt_length"].startswith("not offered yet; prompts are never cut")
 
 
 @pytest.mark.parametrize("name", ["normalize_advantages", "reward_clip_range"])

@@ -8,13 +8,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vlmroll import data
 from vlmroll import rollouts as ro
 from vlmroll.generators import ScriptedGenerator
 from vlmroll.losses import token_weights
 from vlmroll.types import Completion, FinishReason, Rollout, SamplingParams
-from vlmroll_processors import Prompt
+from vlmroll_processors import Prompt, PromptTooLong
 
 PROMPTS = [Prompt(prompt_ids=(5, i), engine_ids=(5, i)) for i in range(8)]
+
+
+def encoded(prompts: Sequence[Prompt], row_ids: Sequence[int]) -> ro.Encoded:
+    rows = tuple({"prompt": row_id - 10} for row_id in row_ids)
+    return ro.Encoded(prompts=tuple(prompts), rows=rows, row_ids=tuple(row_ids), num_skipped=0)
 
 
 def rollout(length: int = 2, finish: FinishReason = "stop", **more: Any) -> Rollout:
@@ -48,8 +54,7 @@ def test_shares_are_generated_in_their_own_order(num_prompts: int, num_generatio
             for prompt in given_prompts
             for _ in range(count)
         ]
-        rows = [{"prompt": share.group} for share in shares]
-        found = ro.assemble(shares, prompts, completions, rows, [share.group + 10 for share in shares])
+        found = ro.assemble(shares, encoded(prompts, [share.group + 10 for share in shares]), completions)
         for one in found:
             owner, _ = asked[one.completion.completion_ids[0]]
             assert one.prompt is owner is PROMPTS[one.group]
@@ -83,12 +88,73 @@ def test_the_kl_of_a_sequence_counts_what_the_loss_counts() -> None:
     assert ro.sequence_kl(left_out) == 0
 
 
+class Measured:
+    """An adapter that takes prompts of up to three words."""
+
+    pad_token_id = 0
+    stop_ids = vision_ids = frozenset[int]()
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(ids)
+
+    def encode(self, rows: Sequence[Any], row_ids: Sequence[int] | None = None) -> list[Prompt]:
+        for index, row in enumerate(rows):
+            if len(row["prompt"].split()) > 3:
+                raise PromptTooLong(f"row {(row_ids or [])[index]}: too long", index)
+        return [PROMPTS[len(row["prompt"].split())] for row in rows]
+
+
+LONG, SHORT = {"prompt": "a b c d"}, {"prompt": "a"}
+DATASET = [SHORT, LONG, LONG, {"prompt": "a b"}, LONG, SHORT]
+
+
+def skipping(row_ids: Sequence[int], shares: Sequence[ro.Share], rows: Any = None) -> ro.Encoded:
+    chosen = data.ChosenRows(DATASET, row_ids) if rows is None else rows
+    return ro.encode(Measured(), chosen, row_ids, shares, skip=True)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_next_row_takes_the_place_of_one_that_is_too_long() -> None:
+    shares = [ro.Share(group=i, count=2) for i in range(3)]
+    found = skipping([1, 5, 4], shares)
+    assert found.row_ids == (3, 5, 5), "1 and 2 are too long; 4 is, and 5 comes next"
+    assert [row["prompt"] for row in found.rows] == ["a b", "a", "a"]
+    assert found.prompts == (PROMPTS[2], PROMPTS[1], PROMPTS[1])
+    assert found.num_skipped == 3
+
+
+@given(st.permutations(range(6)), st.integers(1, 4), st.integers(1, 5))
+def test_all_processes_skip_alike_and_count_once(order: list[int], num_generations: int, world_size: int) -> None:
+    row_ids = order[:4]
+    alone = skipping(row_ids, ro.share_of(4, num_generations, 0, 1))
+    total = 0
+    for rank in range(world_size):
+        shares = ro.share_of(4, num_generations, rank, world_size)
+        if shares:
+            found = skipping(row_ids, shares)
+            assert list(found.row_ids) == [alone.row_ids[share.group] for share in shares]
+            total += found.num_skipped
+    assert total == alone.num_skipped
+
+
+def test_in_a_stream_another_row_of_the_round_takes_the_place() -> None:
+    found = skipping([10, 11, 12], [ro.Share(group=1, count=1)], rows=(SHORT, LONG, LONG))
+    assert (found.row_ids, found.num_skipped) == ((10,), 2)
+
+
+def test_nothing_is_skipped_when_all_rows_are_too_long_or_it_is_not_asked_for() -> None:
+    shares = [ro.Share(group=0, count=1)]
+    with pytest.raises(PromptTooLong, match="row 11: too long"):
+        skipping([10, 11], shares, rows=(LONG, LONG))
+    with pytest.raises(PromptTooLong, match="row 1: too long"):
+        ro.encode(Measured(), data.ChosenRows(DATASET, [1]), [1], shares, skip=False)  # pyright: ignore
+
+
 def test_a_completion_with_a_banned_id_is_refused_by_its_row() -> None:
     one = rollout(2)
     share = ro.Share(group=0, count=1)
     banned = {one.completion.completion_ids[0]}
     with pytest.raises(ValueError, match="row 17: the generator sampled the id"):
-        ro.assemble([share], [one.prompt], [(one.completion,)], [{}], [17], banned)
+        ro.assemble([share], encoded([one.prompt], [17]), [(one.completion,)], banned)
 
 
 def test_calls_of_one_round_draw_different_random_numbers() -> None:

@@ -98,3 +98,16 @@ def _run(
 
 def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error!s:.300}" if not isinstance(error, ValueError) else f"{error!s:.300}"
+
+
+def check_by_name(name: str, *, weights: bool = False, trust_remote_code: bool = False) -> Report:
+    """Check the processor of a hub id or path, with its weights or without."""
+    from transformers import AutoModelForImageTextToText
+
+    from vlmroll_processors.loading import load_adapter
+
+    adapter = load_adapter(name, trust_remote_code=trust_remote_code)
+    if not weights:
+        return check(adapter)
+    model = AutoModelForImageTextToText.from_pretrained(name, trust_remote_code=trust_remote_code, dtype=torch.float32)
+    return check(adapter, model)

@@ -20,7 +20,6 @@ from typing import Any, NoReturn, TypeVar, Union, cast, get_args, get_origin, ge
 T = TypeVar("T")
 
 RETIRED: Mapping[str, str] = {
-    "max_prompt_length": "not offered yet; prompts are never cut, so filter long rows out of the dataset",
     "use_liger_loss": "removed; the loss never needs the logits of all tokens at once, see logprob_chunk_size",
     "use_transformers_paged": "renamed use_transformers_continuous_batching, which is not offered yet; leave it out",
     "vllm_device": "removed, and vLLM generation is not offered yet; leave it out",

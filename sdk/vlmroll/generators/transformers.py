@@ -85,7 +85,7 @@ class TransformersGenerator:
         grown = [_Growing() for _ in range(len(prompts) * num_generations)]
         with torch.no_grad(), eval_mode(self.model):
             for number, places in enumerate(alike(prompts)):
-                seed = None if sampling.seed is None else sampling.seed + number
+                seed = None if sampling.seed is None else sampling.seed + (number << 32)
                 chosen = [prompts[i] for i in places]
                 found = self._grow(chosen, replace(sampling, seed=seed), num_generations)
                 for i, place in enumerate(places):

@@ -4,7 +4,10 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+from PIL import Image
+
 from vlmroll.types import Rollout
+from vlmroll_processors import Picture
 
 CONTEXT = ("trainer_state", "log_metric", "log_extra")
 _OURS = ("prompts", "completions", "completion_ids", *CONTEXT)
@@ -28,8 +31,25 @@ def columns_of(rollouts: Sequence[Rollout], texts: Sequence[str]) -> dict[str, l
     columns["prompts"] = [own(rollout.row["prompt"]) for rollout in rollouts]
     columns["completions"] = [completion_of(r.row["prompt"], text) for r, text in zip(rollouts, texts, strict=True)]
     columns["completion_ids"] = [list(rollout.completion.completion_ids) for rollout in rollouts]
-    columns["images"] = [[picture.image for picture in rollout.prompt.images] for rollout in rollouts]
+    columns["images"] = [Pictures(rollout.prompt.images) for rollout in rollouts]
     return columns
+
+
+class Pictures(Sequence[Image.Image]):
+    """The pictures of a prompt, each decoded when a function asks for it: most functions never do."""
+
+    def __init__(self, pictures: Sequence[Picture]) -> None:
+        self._pictures = pictures
+
+    def __len__(self) -> int:
+        return len(self._pictures)
+
+    def __getitem__(self, index: Any) -> Any:
+        chosen = self._pictures[index]
+        return Pictures(chosen) if isinstance(chosen, Sequence) else chosen.image
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(cast("Sequence[Any]", other))
 
 
 def own(value: Any) -> Any:
