@@ -32,6 +32,7 @@ PUBLIC_NAMES = {
         "rewards",
     ],
     "vlmroll_processors": [
+        "FamilyAdapter",
         "ImageSpan",
         "Join",
         "JoinKind",
@@ -39,7 +40,10 @@ PUBLIC_NAMES = {
         "Picture",
         "ProcessorAdapter",
         "Prompt",
+        "PromptTooLong",
+        "Video",
         "collate",
+        "conformance",
         "load_adapter",
     ],
 }

@@ -11,13 +11,16 @@ Example:
     >>> batch = collate(prompts, pad_token_id=adapter.pad_token_id)  # doctest: +SKIP
 """
 
-from vlmroll_processors.adapter import ProcessorAdapter, PromptTooLong
+from vlmroll_processors import conformance
+from vlmroll_processors.adapter import FamilyAdapter, ProcessorAdapter, PromptTooLong
 from vlmroll_processors.collate import PaddedBatch, collate
 from vlmroll_processors.images import Picture
 from vlmroll_processors.loading import load_adapter
 from vlmroll_processors.types import ImageSpan, Join, JoinKind, Prompt
+from vlmroll_processors.videos import Video
 
 __all__ = [
+    "FamilyAdapter",
     "ImageSpan",
     "Join",
     "JoinKind",
@@ -26,6 +29,8 @@ __all__ = [
     "ProcessorAdapter",
     "PromptTooLong",
     "Prompt",
+    "Video",
     "collate",
+    "conformance",
     "load_adapter",
 ]

@@ -6,8 +6,10 @@ only, `chunk_size` of them at a time, and its logits are computed again in the b
 Shapes: B rows, C longest completion, N completion tokens of the batch, H hidden size, V vocabulary.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -58,15 +60,23 @@ class Head:
 def head_of(model: Any) -> Head:
     """Take a causal or image-text-to-text model, or a PEFT model over one, apart."""
     base = model.get_base_model() if hasattr(model, "peft_config") else model
-    config = base.config.get_text_config()
-    divisor: float = getattr(config, "logits_scaling", None) or 1.0  # Granite divides, Cohere multiplies
-    factor: float = getattr(config, "logit_scale", None) or 1.0
+    config, forward = base.config.get_text_config(), _source_of_forward(type(base))
+
+    def value(name: str) -> float | None:
+        # A model over pictures may leave out what its text model alone would do with the same config.
+        return getattr(config, name, None) if name in forward else None
+
     return Head(
         backbone=getattr(base, base.base_model_prefix),
         project=base.get_output_embeddings(),
-        scale=factor / divisor,
-        softcap=getattr(config, "final_logit_softcapping", None),
+        scale=(value("logit_scale") or 1.0) / (value("logits_scaling") or 1.0),
+        softcap=value("final_logit_softcapping"),
     )
+
+
+@cache
+def _source_of_forward(kind: type) -> str:
+    return inspect.getsource(kind.forward)
 
 
 def check_head(model: Any, batch: PaddedBatch, tolerance: float = 1e-3) -> None:

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, models, processors
 from transformers import PreTrainedTokenizerFast
 
 from tiny_models import QWEN_FAMILIES, TEMPLATE, mixed_rows, picture, tiny, tokenizer, user
-from vlmroll_processors import Prompt, collate, load_adapter
+from vlmroll_processors import Prompt, PromptTooLong, collate, load_adapter
 from vlmroll_processors.adapter import FamilyAdapter
 
 VISION = ("vision_start", "vision_end", "vision_pad", "image_pad", "video_pad")
@@ -306,6 +306,7 @@ def test_a_processor_of_an_unknown_family_is_refused_by_name() -> None:
 
 def test_a_saved_processor_is_loaded_by_path(tmp_path: Path) -> None:
     copy.deepcopy(tiny("qwen2_5_vl").processor).save_pretrained(tmp_path)  # saving marks the tokenizer
+    tiny("qwen2_5_vl").model.config.save_pretrained(tmp_path)
     (loaded,) = load_adapter(tmp_path).encode(mixed_rows()[:1])
     assert loaded.prompt_ids == encode("qwen2_5_vl")[0].prompt_ids
     assert loaded.forward_kwargs["pixel_values"].equal(encode("qwen2_5_vl")[0].forward_kwargs["pixel_values"])
@@ -342,6 +343,60 @@ def test_a_pixel_budget_is_kept_against_the_processors_own_bounds() -> None:
     assert int(prompt.forward_kwargs["image_grid_thw"].prod()) * 8 * 8 >= 20_000
     with pytest.raises(ValueError, match="row 0.*min_pixels=20000 is above the processor's own limit of 4096"):
         load_adapter(tiny("qwen2_5_vl").processor, min_pixels=20_000).encode([row])
+
+
+LONG = {"prompt": user("which", picture(64, 64, 1), picture(64, 48, 2))}
+
+
+def num_patches(prompt: Prompt) -> list[int]:
+    return prompt.forward_kwargs["image_grid_thw"].prod(-1).tolist()
+
+
+def test_a_prompt_of_just_the_longest_length_is_taken() -> None:
+    length = adapter("qwen2_5_vl").encode([LONG])[0].num_tokens
+    (prompt,) = load_adapter(tiny("qwen2_5_vl").processor, max_prompt_length=length).encode([LONG])
+    assert prompt.num_tokens == length
+    with pytest.raises(PromptTooLong, match=rf"^row 7, column 'prompt': it has {length} tokens \(28 of pictures\)"):
+        load_adapter(tiny("qwen2_5_vl").processor, max_prompt_length=length - 1).encode([LONG], [7])
+
+
+def test_a_prompt_that_is_too_long_tells_its_place_among_the_rows() -> None:
+    limited = load_adapter(tiny("qwen2_5_vl").processor, max_prompt_length=30)
+    with pytest.raises(PromptTooLong, match=r"^row 9, .* at most 30 ") as caught:
+        limited.encode([{"prompt": "hi"}, {"prompt": user("which")}, LONG], [3, 4, 9])
+    assert caught.value.index == 2
+
+
+@qwen
+@pytest.mark.parametrize("room", [1, 8, 20])
+def test_pictures_shrink_until_the_prompt_fits(name: str, room: int) -> None:
+    (usual,) = adapter(name).encode([LONG])
+    limit = usual.num_tokens - room
+    shrinking = load_adapter(tiny(name).processor, max_prompt_length=limit, min_pixels=256, long_prompts="shrink")
+    (prompt,) = shrinking.encode([LONG])
+    assert prompt.num_tokens <= limit
+    # What is left is the same prompt with its pictures at fewer pixels.
+    texts = (usual.num_tokens - usual.num_image_tokens, prompt.num_tokens - prompt.num_image_tokens)
+    assert texts[0] == texts[1]
+    assert prompt.engine_ids == usual.engine_ids
+    assert 0 < sum(num_patches(prompt)) < sum(num_patches(usual))
+    assert [image.sha256 for image in prompt.images] == [image.sha256 for image in usual.images]
+    assert all(dict(image.resize)["max_pixels"] for image in prompt.images), "an engine is to shrink them as well"
+
+
+def test_shrinking_gives_up_where_the_text_alone_is_too_long() -> None:
+    shrinking = load_adapter(tiny("qwen2_5_vl").processor, max_prompt_length=12, long_prompts="shrink")
+    with pytest.raises(PromptTooLong, match="cannot be shrunk enough"):
+        shrinking.encode([{"prompt": user("which " * 20, picture(64, 64, 1))}])
+    with pytest.raises(PromptTooLong, match="cannot be shrunk enough"):
+        shrinking.encode([{"prompt": user("which " * 20)}])
+
+
+def test_short_prompts_are_left_as_they_are() -> None:
+    shrinking = load_adapter(tiny("qwen2_5_vl").processor, max_prompt_length=1000, long_prompts="shrink")
+    for found, usual in zip(shrinking.encode(mixed_rows()), encode("qwen2_5_vl"), strict=True):
+        assert found.prompt_ids == usual.prompt_ids
+        assert [image.key for image in found.images] == [image.key for image in usual.images]
 
 
 def test_a_pixel_budget_for_a_text_model_is_refused() -> None:

@@ -6,19 +6,22 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from vlmroll_processors import ImageSpan, Join, JoinKind, Prompt, collate
 from vlmroll_processors.images import read_picture
+from vlmroll_processors.videos import read_video
 
 ROWS, SAMPLES, TOKENS = JoinKind.ROWS, JoinKind.SAMPLES, JoinKind.TOKENS
 
 
-def prompt(num_tokens: int, kwargs: Mapping[str, Any] | None = None, **joins: Join) -> Prompt:
+def prompt(num_tokens: int, kwargs: Mapping[str, Any] | None = None, *, key: int = 0, **joins: Join) -> Prompt:
     """A prompt of ids 10, 11, ... with tensors from nested lists."""
     ids = tuple(range(10, 10 + num_tokens))
     tensors = {name: torch.as_tensor(value) for name, value in (kwargs or {}).items()}
-    return Prompt(prompt_ids=ids, engine_ids=ids, forward_kwargs=tensors, join=joins)
+    return Prompt(prompt_ids=ids, engine_ids=ids, forward_kwargs=tensors, join=joins, batch_key=key)
 
 
 def joined(prompts: list[Prompt], completions: list[list[int]] | None = None, **options: Any) -> Any:
@@ -117,6 +120,18 @@ def test_samples_of_one_number_are_joined() -> None:
     assert joined([prompt(1, {"x": [3]}, x=rule), prompt(1, {"x": [4]}, x=rule)]) == [3, 4]
 
 
+@pytest.mark.parametrize("pad", [0, 0.5])
+def test_a_prompt_without_pictures_becomes_padding_on_the_axis_of_pictures(pad: float) -> None:
+    rule = Join(kind=SAMPLES, pad=pad)
+    prompts = [prompt(1, x=rule), prompt(1, {"x": [[[3.0, 4.0], [5.0, 6.0]]]}, x=rule)]
+    assert joined(prompts) == [[[pad, pad], [pad, pad]], [[3, 4], [5, 6]]]
+
+
+def test_a_batch_without_samples_has_no_key() -> None:
+    rule = Join(kind=SAMPLES)
+    assert "x" not in collate([prompt(2, x=rule), prompt(1, x=rule)], pad_token_id=0).forward_kwargs
+
+
 def test_a_prompt_without_its_sample_is_refused() -> None:
     rule = Join(kind=SAMPLES)
     with pytest.raises(ValueError, match="lacks the per-sample input x"):
@@ -138,6 +153,13 @@ def test_positions_count_on_from_the_largest() -> None:
     rule = Join(kind=TOKENS, completion="count_on", token_axis=1)
     prompts = [prompt(2, {"x": [[0, 1], [0, 5]]}, x=rule), prompt(1, {"x": [[0], [0]]}, x=rule)]
     assert joined(prompts, [[5], [6, 7]]) == [[[0, 1, 6, 7], [0, 0, 1, 2]], [[0, 5, 6, 7], [0, 0, 1, 2]]]
+
+
+def test_the_last_entry_is_repeated() -> None:
+    rule = Join(kind=TOKENS, pad=-1, completion="repeat")
+    prompts = [prompt(1, {"x": [[1, 2]]}, x=rule), prompt(2, {"x": [[3, 4], [5, 6]]}, x=rule)]
+    assert joined(prompts, [[7, 7], [8]]) == [[[-1] * 2, [1, 2], [1, 2], [1, 2]], [[3, 4], [5, 6], [5, 6], [5, 6]]]
+    assert joined(prompts) == [[[-1] * 2, [1, 2]], [[3, 4], [5, 6]]]
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
@@ -165,6 +187,73 @@ def test_a_prompt_without_its_per_token_values_is_refused() -> None:
     rule = Join(kind=TOKENS)
     with pytest.raises(ValueError, match="lacks the per-token input x"):
         joined([prompt(1, {"x": [3]}, x=rule), prompt(1)])
+
+
+# Pieces
+
+
+def test_prompts_of_one_key_share_one_piece() -> None:
+    (piece,) = collate([prompt(1), prompt(3), prompt(2)], pad_token_id=0).pieces
+    assert piece.rows == (0, 1, 2)
+
+
+def test_prompts_of_other_keys_go_into_pieces_of_their_own() -> None:
+    rule, row = Join(kind=SAMPLES, pad=9), Join(kind=TOKENS, pad=-1, completion=7)
+    joins: dict[str, Any] = {"x": rule, "y": row}
+    prompts = [
+        prompt(1, {"x": [[1, 2]], "y": [5]}, key=2, **joins),
+        prompt(3, key=0, **joins),
+        prompt(2, {"x": [[3, 4]], "y": [5, 6]}, key=2, **joins),
+        prompt(1, {"x": [[5]], "y": [8]}, key=1, **joins),
+    ]
+    batch = collate(prompts, [[1, 1], [2], [3], []], pad_token_id=99)
+    assert [piece.rows for piece in batch.pieces] == [(0, 2), (1,), (3,)]
+    assert [piece.forward_kwargs.get("x", torch.empty(0)).tolist() for piece in batch.pieces] == [
+        [[1, 2], [3, 4]],
+        [],
+        [[5]],
+    ]
+    assert batch.pieces[0].forward_kwargs["y"].tolist() == [[-1, -1, 5, 7, 7], [-1, 5, 6, 7, 7]]
+    assert batch.pieces[2].forward_kwargs["y"].tolist() == [[-1, -1, 8, 7, 7]]
+    assert batch.input_ids.tolist() == [
+        [99, 99, 10, 1, 1],
+        [10, 11, 12, 2, 99],
+        [99, 10, 11, 3, 99],
+        [99, 99, 10, 99, 99],
+    ]
+    inputs = batch.model_inputs(batch.pieces[0])
+    assert inputs["input_ids"].tolist() == [batch.input_ids.tolist()[i] for i in (0, 2)]
+    assert inputs["attention_mask"].tolist() == [[0, 0, 1, 1, 1], [0, 1, 1, 1, 0]]
+    assert inputs["position_ids"].tolist() == [[0, 0, 0, 1, 2], [0, 0, 1, 2, 2]]
+    assert inputs["x"].tolist() == [[1, 2], [3, 4]]
+
+
+def test_a_batch_in_pieces_has_no_inputs_as_a_whole() -> None:
+    batch = collate([prompt(1, key=1), prompt(1)], pad_token_id=0)
+    with pytest.raises(ValueError, match="in 2 pieces"):
+        _ = batch.forward_kwargs
+    with pytest.raises(ValueError, match="in 2 pieces"):
+        batch.model_inputs()
+
+
+@given(keys=st.lists(st.integers(0, 3), min_size=1, max_size=8))
+def test_every_row_is_in_one_piece_among_its_likes(keys: list[int]) -> None:
+    batch = collate([prompt(1 + i, key=key) for i, key in enumerate(keys)], pad_token_id=0)
+    assert sorted(row for piece in batch.pieces for row in piece.rows) == list(range(len(keys)))
+    assert [{keys[row] for row in piece.rows} for piece in batch.pieces] == [{key} for key in dict.fromkeys(keys)]
+    assert all(list(piece.rows) == sorted(piece.rows) for piece in batch.pieces)
+
+
+def test_numbers_are_cast_and_ids_are_not() -> None:
+    rules: dict[str, Any] = {"x": Join(kind=ROWS), "y": Join(kind=ROWS)}
+    batch = collate([prompt(1, {"x": [1.5], "y": [True]}, **rules)], pad_token_id=0)
+    plain, cast = batch.model_inputs(), batch.model_inputs(dtype=torch.bfloat16)
+    assert plain["x"].dtype == torch.float32
+    assert cast["x"].dtype == torch.bfloat16
+    assert {name: tensor.dtype for name, tensor in cast.items() if name != "x"} == {
+        **dict.fromkeys(("input_ids", "attention_mask", "position_ids"), torch.long),
+        "y": torch.bool,
+    }
 
 
 # Errors
@@ -211,14 +300,15 @@ def test_a_span_lies_at_tokens(offset: int, length: int) -> None:
 
 
 PICTURE = read_picture(Image.new("RGB", (2, 2)), where="")[0]
+VIDEO = read_video([Image.new("RGB", (32, 32))] * 2, where="", keys={}, factor=16)[0]
 
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
         ({"prompt_ids": ()}, "at least one token"),
-        ({"images": (PICTURE,)}, "1 pictures but 0 image spans"),
-        ({"image_spans": (ImageSpan(offset=0, length=1),)}, "0 pictures but 1 image spans"),
+        ({"images": (PICTURE,)}, "1 pictures but 0 picture spans"),
+        ({"image_spans": (ImageSpan(offset=0, length=1),)}, "0 pictures but 1 picture spans"),
         ({"images": (PICTURE,), "image_spans": (ImageSpan(offset=2, length=2),)}, "leaves the 3 ids"),
         (
             {"images": (PICTURE,) * 2, "image_spans": (ImageSpan(offset=0, length=2), ImageSpan(offset=1, length=1))},
@@ -228,6 +318,9 @@ PICTURE = read_picture(Image.new("RGB", (2, 2)), where="")[0]
             {"images": (PICTURE,) * 2, "image_spans": (ImageSpan(offset=1, length=1), ImageSpan(offset=0, length=1))},
             "overlaps",
         ),
+        ({"videos": (VIDEO,)}, "1 videos but 0 video spans"),
+        ({"video_spans": (ImageSpan(offset=0, length=1),)}, "0 videos but 1 video spans"),
+        ({"videos": (VIDEO,), "video_spans": (ImageSpan(offset=2, length=2),)}, "video span .* leaves the 3 ids"),
         ({"forward_kwargs": {"x": torch.zeros(3), "y": torch.zeros(1)}}, "without a join rule: x, y"),
         ({"forward_kwargs": {"x": torch.zeros(2)}, "join": {"x": Join(kind=TOKENS)}}, "for 3 prompt tokens"),
         ({"forward_kwargs": {"x": torch.zeros(3, 4)}, "join": {"x": Join(kind=TOKENS, token_axis=1)}}, "3 prompt tok"),
@@ -244,6 +337,8 @@ def test_a_prompt_counts_its_tokens() -> None:
     spans = (ImageSpan(offset=0, length=1), ImageSpan(offset=1, length=2))
     both = Prompt(prompt_ids=(1, 2, 2, 3), engine_ids=(1, 2, 3), images=(PICTURE,) * 2, image_spans=spans)
     assert (both.num_tokens, both.num_image_tokens) == (4, 3)
+    film = dataclasses.replace(both, videos=(VIDEO,), video_spans=(ImageSpan(offset=3, length=1),))
+    assert (film.num_tokens, film.num_image_tokens) == (4, 4)
 
 
 def test_a_prompt_cannot_be_changed() -> None:

@@ -1,6 +1,7 @@
 """A row's log-probabilities are its own: cut, permute, pad or mix its batch, and they stay."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from tiny_models import QWEN_FAMILIES, mixed_rows, picture, tiny, tokenizer, user
 from vlmroll_processors import PaddedBatch, Prompt, collate, load_adapter
+from vlmroll_processors.collate import Piece
 
 TOLERANCE = 1e-5  # float32, logits of size 1
 FAMILIES = (*QWEN_FAMILIES, "text")
@@ -145,11 +147,6 @@ def test_the_tolerance_tells_a_wrong_input_from_rounding(name: str, broken: str)
         kwargs[broken] = kwargs[broken][:, [0, 2, 1]]
     else:
         kwargs[broken] = kwargs[broken].flip(0)
-    wrong = PaddedBatch(
-        input_ids=batch.input_ids,
-        attention_mask=mask,
-        completion_mask=batch.completion_mask,
-        forward_kwargs=kwargs,
-    )
+    wrong = replace(batch, attention_mask=mask, pieces=(Piece(rows=batch.pieces[0].rows, forward_kwargs=kwargs),))
     right, other = torch.cat(logprobs(name, batch)), torch.cat(logprobs(name, wrong))
     assert (right - other).abs().max() > 10 * TOLERANCE

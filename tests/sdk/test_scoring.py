@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -110,12 +110,10 @@ def test_temperature_and_banned_ids_matter() -> None:
 def test_banned_ids_have_probability_0_and_the_others_sum_to_1(name: str) -> None:
     """Every id of the vocabulary is scored as the only completion token."""
     model, given = tiny(name).model, case(name)
-    prompt = Prompt(prompt_ids=(270, 271), engine_ids=(270, 271))
+    adapter = load_adapter(tiny(name).processor)
+    (prompt,) = adapter.encode([{"prompt": user("which ?")}])
     size = head_of(model).project.weight.shape[0]  # pyright: ignore
-    batch = collate([prompt] * size, [[id] for id in range(size)], pad_token_id=0)
-    if name != "text":
-        positions = batch.forward_kwargs["position_ids"]
-        batch = replace(batch, forward_kwargs={"position_ids": positions.expand(3, *positions.shape)})
+    batch = collate([prompt] * size, [[id] for id in range(size)], pad_token_id=adapter.pad_token_id)
     with torch.no_grad():
         found = policy_logprobs(model, batch, banned_ids=given.banned, temperature=0.7).logprobs[:, 0]
     assert found[given.banned].exp().eq(0).all()
