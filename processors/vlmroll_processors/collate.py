@@ -45,9 +45,10 @@ class PaddedBatch:
     @property
     def forward_kwargs(self) -> Mapping[str, torch.Tensor]:
         """The model's other inputs, of a batch in one piece."""
-        if len(self.pieces) > 1:
+        if len(self.pieces) != 1:
             raise ValueError(f"the batch is in {len(self.pieces)} pieces; call `model_inputs` for each of them")
-        return self.pieces[0].forward_kwargs
+        (piece,) = self.pieces
+        return piece.forward_kwargs
 
     @property
     def completion_ids(self) -> torch.Tensor:

@@ -88,7 +88,7 @@ def split_plain(text: str, columns: Mapping[Kind, list[Medium]], *, where: str) 
             )
     waiting = {kind: iter(media) for kind, media in columns.items() if media}
     segments, order = [""], list[Medium]()
-    for piece in _pieces(text, tuple(waiting)):
+    for piece in _pieces(text, [kind for kind in KINDS if kind in waiting]):
         if piece in waiting:
             order.append(next(waiting[piece]))
             segments.append("")

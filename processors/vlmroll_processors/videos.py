@@ -150,6 +150,7 @@ def _frames(source: Any, *, where: str) -> tuple[tuple[Picture, ...], torch.Tens
 def _decode(path: Path, keys: Mapping[str, float], *, where: str) -> tuple[torch.Tensor, float, list[int], int]:
     """The sampled frames of a file, their rate, indices and number in the file."""
     import av
+    from av.error import FFmpegError
     from qwen_vl_utils import vision_process as qwen  # pyright: ignore[reportMissingTypeStubs]
 
     try:
@@ -170,7 +171,7 @@ def _decode(path: Path, keys: Mapping[str, float], *, where: str) -> tuple[torch
                     found[i] = torch.from_numpy(frame.to_ndarray(format="rgb24")).permute(2, 0, 1)
                 if i >= indices[-1]:
                     break
-    except (av.FFmpegError, LookupError, OSError, ValueError, AssertionError) as error:
+    except (FFmpegError, LookupError, OSError, ValueError, AssertionError) as error:
         raise ValueError(f"{where}: the video cannot be read ({type(error).__name__}: {error!s:.200})") from error
     if missing := [i for i in indices if i not in found]:
         raise ValueError(f"{where}: the video ends before frame {missing[0]} of {count}; replace the file")

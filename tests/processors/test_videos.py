@@ -1,12 +1,12 @@
 """Videos: sampled and resized as qwen-vl-utils does, encoded as the processors do, bit for bit, and refused in words.
 
 The oracles are `qwen_vl_utils.fetch_video` (with a reader of ours that decodes whole files, since the readers it knows
-are not installed), the processors of transformers on a whole batch, and the models' own `get_rope_index` and `generate`.
+are not installed), the processors of transformers on a whole batch, and the models' `get_rope_index` and `generate`.
 """
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -129,7 +129,7 @@ def refusal(row: Row, name: str = "qwen2_5_vl") -> str:
 
 @dataclass(frozen=True)
 class Film:
-    """A video of noise whose frames are left in their size, of at least 1024 pixels and with sides of 16 pixels' steps."""
+    """A video of noise that is left in its size: sides of 16 pixels' steps, and at least 1024 pixels."""
 
     count: int
     width: int = 32
@@ -301,15 +301,19 @@ def test_an_empty_column_beside_the_other_is_none(columns: Row) -> None:
 
 def test_the_nulls_of_arrow_are_not_there(files: dict[str, Path]) -> None:
     path = str(files["mp4"])
-    rows = [in_parts(["which"]), {"prompt": [{"role": "user", "content": [{"type": "video", "video": path, **SMALL}]}]}]
-    rows[0]["prompt"][0]["content"] = [{"type": "text", "text": "which"}]
-    rows[1]["prompt"][0]["content"].append({"type": "text", "text": "what"})
-    stored = Dataset.from_list([*rows, {"prompt": user("x"), "videos": [{"video": path, "fps": 5.0, "nframes": None}]}])
+    parts = [{"type": "video", "video": path, **SMALL}, *user("what")[0]["content"]]
+    rows: list[Row] = [
+        {"prompt": user("which"), "videos": None},
+        {"prompt": [{"role": "user", "content": parts}]},
+        {"prompt": user("x"), "videos": [{"video": path, "fps": 5.0}, {"video": path, "nframes": 4}]},
+    ]
+    stored = Dataset.from_list(rows)
     assert stored[1]["prompt"][0]["content"][1]["max_pixels"] is None
+    assert stored[2]["videos"][0]["nframes"] is None
     found = adapter().encode(list(stored))
-    assert [len(prompt.videos) for prompt in found] == [0, 1, 1]
+    assert [len(prompt.videos) for prompt in found] == [0, 1, 2]
     assert found[1].prompt_ids == encode(rows[1]).prompt_ids
-    assert found[2].videos[0].keys == (("fps", 5.0),)
+    assert [video.keys for video in found[2].videos] == [(("fps", 5.0),), (("nframes", 4),)]
 
 
 # Where a video comes from
@@ -396,8 +400,11 @@ REQUESTS: tuple[Row, ...] = (
 )
 
 
-@pytest.mark.parametrize("request_", REQUESTS, ids=str)
-@pytest.mark.parametrize("kind", CODECS)
+@pytest.mark.parametrize(
+    ("kind", "request_"),
+    [*(("mp4", request) for request in REQUESTS), *((kind, REQUESTS[i]) for kind in CODECS for i in (1, 8))],
+    ids=str,
+)
 def test_frames_and_sizes_of_files_are_those_of_qwen_vl_utils(
     kind: str, request_: Row, files: dict[str, Path], fetch: Callable[..., tuple[torch.Tensor, Row, float]]
 ) -> None:
@@ -509,8 +516,8 @@ def test_qwen3_reads_the_time_of_each_pair_of_frames(name: str, files: dict[str,
     pads = "<|video_pad|>" * (height * width // MERGE**2)
     times = "".join(f"<{t} seconds><|vision_start|>{pads}<|vision_end|>" for t in (0.2, 1.1, 2.0))
     found = tokenizer().decode(list(prompt.prompt_ids), skip_special_tokens=False)
-    # The pair's own start and end stand in the place of those around the slot.
-    assert found in (f"ab{times}cd", f"ab<|vision_start|>{times}<|vision_end|>cd")
+    # As in the processor of transformers: the start and end around the slot stay, and each pair has its own.
+    assert found == f"ab<|vision_start|>{times}<|vision_end|>cd"
     assert prompt.video_spans[0].length > int(prompt.forward_kwargs["video_grid_thw"].prod()) // MERGE**2
 
 
@@ -707,7 +714,7 @@ def test_video_ids_are_never_sampled_or_written(name: str) -> None:
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of videos in each call of the video processor."""
     kind = type(adapter().processor.video_processor)
     real, calls = kind.__call__, list[int]()
@@ -717,7 +724,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return real(self, videos=videos, **options)
 
     monkeypatch.setattr(kind, "__call__", counting)
-    yield calls
+    return calls
 
 
 def test_equal_videos_are_processed_once(files: dict[str, Path], seen: list[int]) -> None:
@@ -833,7 +840,7 @@ MIXED = [Image.new("RGB", (32, 32)), Image.new("RGB", (48, 32))]
         ("/", "no video file"),
         ("", "no video file"),
         ("nul\0byte.mp4", "no video file"),
-        (MIXED, r"different sizes (\[\(32, 32\), \(48, 32\)\])"),
+        (MIXED, "different sizes ([(32, 32), (48, 32)])"),
         (np.zeros((0, 8, 8, 3), np.uint8), "cannot be made from"),
         (np.zeros((4, 8, 8, 3), np.float32), "frame 0: an array picture must be uint8"),
         (np.zeros((4, 3, 8, 8), np.uint8), "frame 0: an array picture must be uint8"),
@@ -1028,7 +1035,7 @@ def test_a_prompt_that_videos_make_too_long_is_refused(name: str, files: dict[st
     for row in long_rows(files["mp4"]):
         length = encode(row, name).num_tokens
         assert limited(name, length, "raise").encode([row])[0].num_tokens == length
-        with pytest.raises(PromptTooLong, match=rf"row 8.*{length} tokens.*max_prompt_length={length - 1}") as caught:
+        with pytest.raises(PromptTooLong, match=rf"row 8.*{length} tokens.*\b{length - 1}\b") as caught:
             limited(name, length - 1, "raise").encode([{"prompt": "2"}, row], [7, 8])
         assert caught.value.index == 1
 

@@ -19,7 +19,7 @@ from vlmroll_processors.adapter import FamilyAdapter
 
 families = pytest.mark.parametrize("name", FAMILIES)
 LENGTH = 8
-# Rows with the same number of pictures are not neighbours: where they share a forward pass, the order is to be restored.
+# Rows with equally many pictures are not neighbours: where they share a forward pass, the order must be restored.
 ORDER = (0, 1, 2, 3, 1, 0)
 TAILS = ((270, 280, 12), (290,), (300, 301, 302, 40, 41), (17, 17), (33, 34, 35, 36), (50, 51))
 
@@ -136,8 +136,9 @@ def test_a_head_changes_its_logits_as_the_model_does(name: str, option: str, val
 
 
 def generated(name: str, row: dict[str, Any], banned: Sequence[int]) -> tuple[list[int], list[float]]:
-    """Ids and log-probabilities of what transformers generates greedily for a row, by its own processor."""
-    made = tiny(name)
+    """Ids and log-probabilities of what transformers generates greedily for a row by its own processor, without a stop."""
+    made, model = tiny(name), copy.deepcopy(tiny(name).model)
+    model.generation_config.eos_token_id = None
     inputs = made.processor.apply_chat_template(
         copy.deepcopy(row["prompt"]),
         add_generation_prompt=True,
@@ -154,7 +155,7 @@ def generated(name: str, row: dict[str, Any], banned: Sequence[int]) -> tuple[li
         output_logits=True,
         return_dict_in_generate=True,
     )
-    output = made.model.generate(**inputs.to(made.model.dtype), generation_config=options)
+    output = model.generate(**inputs.to(model.dtype), generation_config=options)
     logits = torch.cat(output.logits).float()
     logits[:, list(banned)] = float("-inf")
     ids = output.sequences[0, -LENGTH:]

@@ -32,8 +32,9 @@ def _fetch(picture: Sized, patch_size: int, bounds: Mapping[str, int]) -> Image.
     """The picture by its own size keys; a bound that it does not set is the run's."""
     from qwen_vl_utils import fetch_image  # pyright: ignore[reportMissingTypeStubs]
 
+    request: dict[str, Any] = {"image": picture.image, **bounds, **picture.own}
     try:
-        return fetch_image({"image": picture.image, **bounds, **picture.own}, image_patch_size=patch_size)
+        return fetch_image(request, image_patch_size=patch_size)
     except AssertionError as error:  # its check of min_pixels, 4 tokens by default, against max_pixels
         raise ValueError(str(error)) from error
 
