@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 BACKGROUND = (255, 255, 255)
 """The colour under transparent pixels."""
@@ -185,7 +185,8 @@ def normalise(image: Image.Image, *, where: str) -> Image.Image:
         raise ValueError(f"{where}: the picture has {frames} frames; give one frame (image.seek(i); image.copy())")
     if 0 in image.size:
         raise ValueError(f"{where}: the picture has no pixels (size {image.size})")
-    image = ImageOps.exif_transpose(image)
+    if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+        image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I;16") or image.mode in ("I", "F"):
         image = _to_8_bits(image, where=where)
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:

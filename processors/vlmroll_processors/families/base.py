@@ -36,11 +36,29 @@ class Sized:
     own: Mapping[str, int]
     budget: Mapping[str, int]
 
+    @property
+    def resized(self) -> Image.Image:
+        """The picture in the size that the keys ask for."""
+        return resized(self.image, {**self.budget, **self.own})
+
 
 def read_pictures(family: "Family", processor: Any, pictures: Sequence[Sized]) -> Features:
     """Pictures through the processor, as a prompt of nothing but their slots."""
-    images = [resized(picture.image, {**picture.budget, **picture.own}) for picture in pictures]
-    return run_processor(family, processor, images)
+    return run_processor(family, processor, [picture.resized for picture in pictures])
+
+
+def run_image_processor(
+    family: "Family", processor: Any, images: Sequence[Image.Image], texts: Sequence[str] | None = None, **options: Any
+) -> Features:
+    """Call the image processor alone, which is faster; for families whose processor sets no options for it.
+
+    Args:
+        texts: what takes the place of each picture's slot, where the processor does not tell it.
+    """
+    output = processor.image_processor(images=list(images), return_tensors="pt", **options)
+    if texts is None:
+        texts = [processor.replace_image_token(output, i) for i in range(len(images))]
+    return Features(texts=tuple(texts), kwargs=family.keep(output))
 
 
 def run_processor(family: "Family", processor: Any, images: Sequence[Image.Image], **options: Any) -> Features:

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from vlmroll_processors.families.base import Family, Features, Sized
-from vlmroll_processors.images import resized
+from vlmroll_processors.families.base import Family, Features, Sized, run_image_processor
 from vlmroll_processors.types import Join, JoinKind
 
 _TILES = {"pixel_values": Join(kind=JoinKind.SAMPLES), "pixel_attention_mask": Join(kind=JoinKind.SAMPLES)}
@@ -26,12 +25,11 @@ SMOLVLM = replace(IDEFICS3, name="SmolVLM", processors=("SmolVLMProcessor",))
 
 def read(family: Family, processor: Any, pictures: Sequence[Sized]) -> Features:
     """This processor does not tell what it writes for a picture: its features between two tokens, once per tile."""
-    images = [resized(picture.image, {**picture.budget, **picture.own}) for picture in pictures]
-    kwargs = processor.image_processor([images], return_tensors="pt")
+    images = [picture.resized for picture in pictures]
     fake, features = processor.fake_image_token, processor.image_token * processor.image_seq_len
     times = 5 if processor.image_processor.do_image_splitting else 1
     text = f"{fake}{features}{fake}" * times
-    return Features(texts=(text,) * len(images), kwargs=family.keep(kwargs))
+    return run_image_processor(family, processor, images, [text] * len(images))
 
 
 def tidy(processor: Any, text: str) -> str:

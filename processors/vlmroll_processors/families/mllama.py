@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from vlmroll_processors.families.base import Family, Features, Sized, Tensors, Whole
-from vlmroll_processors.images import resized
+from vlmroll_processors.families.base import Family, Features, Sized, Tensors, Whole, run_image_processor
 from vlmroll_processors.types import Join, JoinKind
 
 _SLOT = "<|image|>"
@@ -20,9 +19,8 @@ _SAMPLES = Join(kind=JoinKind.SAMPLES)
 
 def read(family: Family, processor: Any, pictures: Sequence[Sized]) -> Features:
     """Tiles of the pictures; the prompt holds one token for each picture, whatever its tiles."""
-    images = [resized(picture.image, {**picture.budget, **picture.own}) for picture in pictures]
-    output = processor.image_processor([images], return_tensors="pt")
-    return Features(texts=(_SLOT,) * len(images), kwargs=family.keep(output))
+    images = [picture.resized for picture in pictures]
+    return run_image_processor(family, processor, images, [_SLOT] * len(images))
 
 
 def cross_attention(whole: Whole) -> Tensors:
