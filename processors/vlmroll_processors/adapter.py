@@ -184,7 +184,7 @@ class FamilyAdapter:
                     f"pictures), and at most {self._limit} may be (max_prompt_length, or what the model's positions "
                     f"leave){tried}; shorten it, lower max_pixels, or drop the row"
                 )
-            media = tuple(smaller(chat.media, pixels))
+            media = tuple(smaller(chat.media, pixels, self.budget.get("min_pixels")))
 
 
 def _fewer_pixels(prompt: Prompt, limit: int, pixels: int) -> int:

@@ -105,14 +105,19 @@ class Reader:
         return Unit(media=(video,), features=self._features[video.key])
 
 
-def smaller(media: Sequence[Medium], max_pixels: int) -> list[Medium]:
-    """The media with at most so many pixels each (each frame, in a video)."""
+def smaller(media: Sequence[Medium], max_pixels: int, min_pixels: int | None) -> list[Medium]:
+    """The media with at most so many pixels each (each frame, in a video).
+
+    Args:
+        min_pixels: the run's own bound, which a smaller `max_pixels` takes along.
+    """
     fixed = ("resized_height", "resized_width", "max_pixels", "total_pixels")
 
     def keys(medium: Medium) -> dict[str, float]:
         kept = {key: value for key, value in medium.keys.items() if key not in fixed}
-        low = min(kept.get("min_pixels", max_pixels), max_pixels)
-        return {**kept, "max_pixels": max_pixels, **({"min_pixels": low} if "min_pixels" in kept else {})}
+        low = kept.get("min_pixels", min_pixels)
+        bounds = {"max_pixels": max_pixels} | ({} if low is None else {"min_pixels": min(low, max_pixels)})
+        return kept | bounds
 
     return [replace(medium, keys=keys(medium)) for medium in media]
 

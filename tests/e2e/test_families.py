@@ -11,9 +11,8 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from tiny_models import VISION_FAMILIES, tiny
-from training_runs import ALGORITHMS, FAMILIES, GradientRecorder, gradients, make_trainer, relative_difference, rows
-from vlmroll import PolicyTrainer
+from tiny_models import VISION_FAMILIES
+from training_runs import ALGORITHMS, FAMILIES, GradientRecorder, make_trainer, relative_difference, rows
 
 families = pytest.mark.parametrize("name", FAMILIES)
 # Parameters that nothing depends on: a norm behind the layer whose states are taken, a merger for a layer that the
@@ -45,17 +44,14 @@ def idle(name: str, parameter: str) -> bool:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step of training did."""
+    """What one step of training did; the sets hold names of parameters."""
 
-    trainer: PolicyTrainer
     log: dict[str, float]
     gradients: dict[str, torch.Tensor]
+    all: set[str]
+    vision: set[str]
+    frozen: set[str]
     changed: set[str]
-
-    @property
-    def names(self) -> set[str]:
-        model: Any = self.trainer.model
-        return {name for name, _ in model.named_parameters()}
 
 
 def train(algorithm: str, name: str, **more: Any) -> Step:
@@ -67,8 +63,14 @@ def train(algorithm: str, name: str, **more: Any) -> Step:
         trainer.train()
     log = next(log for log in trainer.state.log_history if "loss" in log)
     (found,) = recorder.steps
-    changed = {parameter for parameter, value in model.named_parameters() if not value.equal(before[parameter])}
-    return Step(trainer=trainer, log=log, gradients=found, changed=changed)
+    return Step(
+        log=log,
+        gradients=found,
+        all=set(before),
+        vision=vision_parameters(model),
+        frozen={parameter for parameter, value in model.named_parameters() if not value.requires_grad},
+        changed={parameter for parameter, value in model.named_parameters() if not value.equal(before[parameter])},
+    )
 
 
 @cache
@@ -84,42 +86,39 @@ def test_a_step_trains_the_vision_tower_and_the_language_model(algorithm: str, n
     assert step.log["grad_norm"] > 0
     numbers = {len(row["prompt"][0]["content"]) - 1 for row in rows(4, name)}
     assert step.log["images/mean_count"] == sum(numbers) / len(numbers)
-    learning = {parameter for parameter in step.names if not idle(name, parameter)}
+    learning = {parameter for parameter in step.all if not idle(name, parameter)}
     assert {parameter for parameter, gradient in step.gradients.items() if gradient.any()} == learning
     assert step.changed == learning
-    vision = vision_parameters(step.trainer.model)
-    assert learning & vision
-    assert learning - vision
+    assert learning & step.vision
+    assert learning - step.vision
 
 
 @pytest.mark.parametrize(
     "name",
     ["gemma3", "smolvlm", "llava_onevision", "paligemma", "mistral3", "lfm2_vl", "kimi_k25", "mllama", "glm4v"],
 )
-def test_micro_batches_of_1_and_4_rows_give_the_gradients_of_one_of_8(name: str, tmp_path: Path) -> None:
+def test_micro_batches_of_1_and_4_rows_give_the_gradients_of_one_of_8(name: str) -> None:
     """As one they mix rows with 1, 3, 0 and 2 pictures; Llama 3.2 Vision reads them in as many pieces."""
-    whole = plain_step("grpo", name).gradients
-    vision = vision_parameters(tiny(name).model) & whole.keys()
+    step = plain_step("grpo", name)
+    whole, vision = step.gradients, step.vision & step.gradients.keys()
     for size in (1, 4):
         cut = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size}
-        (other,) = gradients("grpo", tmp_path, **options(name, **cut))
+        other = train("grpo", name, **cut).gradients
         assert relative_difference(whole, other) < 1e-4
         assert relative_difference({n: whole[n] for n in vision}, {n: other[n] for n in vision}) < 1e-4
 
 
 @pytest.mark.parametrize("name", VISION_FAMILIES)
-def test_gradient_checkpointing_changes_no_gradient(name: str, tmp_path: Path) -> None:
-    (checkpointed,) = gradients("grpo", tmp_path, **options(name, gradient_checkpointing=True))
-    assert relative_difference(plain_step("grpo", name).gradients, checkpointed) < 1e-4
+def test_gradient_checkpointing_changes_no_gradient(name: str) -> None:
+    found = train("grpo", name, gradient_checkpointing=True).gradients
+    assert relative_difference(plain_step("grpo", name).gradients, found) < 1e-4
 
 
 @families
 def test_a_frozen_vision_tower_stays_and_the_rest_learns(name: str) -> None:
     step = train("grpo", name, freeze_vision_tower=True)
-    model: Any = step.trainer.model
-    frozen = {parameter for parameter, value in model.named_parameters() if not value.requires_grad}
-    assert frozen == vision_parameters(model)
-    assert step.changed == {parameter for parameter in step.names - frozen if not idle(name, parameter)}
+    assert step.frozen == step.vision
+    assert step.changed == {parameter for parameter in step.all - step.vision if not idle(name, parameter)}
 
 
 @pytest.mark.parametrize("name", VISION_FAMILIES)
@@ -154,10 +153,9 @@ QUERIES = ["q_proj", "v_proj"]
 def test_an_adapter_learns_and_the_model_under_it_stays(name: str, targets: Any, freeze: bool) -> None:
     lora = LoraConfig(r=4, target_modules=targets)
     step = train("grpo", name, peft_config=lora, beta=0.1, freeze_vision_tower=freeze)
-    vision = vision_parameters(step.trainer.model)
     # An adapter starts with B = 0, so its A gets a gradient from the second step on.
-    adapters = {parameter for parameter in step.names if ".lora_B." in parameter}
-    assert step.changed == (adapters - vision if freeze else adapters)
-    assert adapters - vision
+    adapters = {parameter for parameter in step.all if ".lora_B." in parameter}
+    assert step.changed == (adapters - step.vision if freeze else adapters)
+    assert adapters - step.vision
     # The vision tower of Qwen2.5-VL makes queries, keys and values in one layer of another name.
-    assert bool(adapters & vision) == ((name, targets) != ("qwen2_5_vl", QUERIES))
+    assert bool(adapters & step.vision) == ((name, targets) != ("qwen2_5_vl", QUERIES))

@@ -19,6 +19,8 @@ def read_picture(family: Family, processor: Any, pictures: Sequence[Sized]) -> F
     if low > high:
         raise ValueError(f"min_pixels={low} is above the processor's own limit of {high} pixels; set max_pixels too")
     if picture.own:
+        if "min_pixels" not in picture.budget:  # the processor's own lower bound gives way to the picture's upper one
+            low = min(low, picture.own.get("max_pixels", low))
         image = _fetch(picture, image_processor.patch_size, {"min_pixels": low, "max_pixels": high})
         return run_image_processor(family, processor, [image], do_resize=False)
     size = {"shortest_edge": low, "longest_edge": high}
