@@ -32,9 +32,11 @@ def assemble(
     """
     tokenizer: Any = getattr(processor, "tokenizer", processor)
 
+    features = [token for kind in KINDS if (token := family.feature_of(kind))]
+
     def ids_of(piece: str) -> list[int]:
         try:
-            return tokenizer(piece, add_special_tokens=special)["input_ids"]
+            return _tokenise(tokenizer, piece, features, special=special)
         except TypeError as error:  # the tokenizer's word for text that is not valid Unicode
             raise ValueError(f"{where}, column 'prompt': the text cannot be tokenised: {error}") from error
 
@@ -93,6 +95,29 @@ def _expand(family: Family, text: str, media: Sequence[Picture | Video], texts: 
         )
     replacement = iter(texts)
     return "".join(next(replacement) if piece in slots else piece for piece in pieces if piece)
+
+
+def _tokenise(tokenizer: Any, text: str, features: Sequence[str], *, special: bool) -> list[int]:
+    """The ids of a text, with each run of a feature token read once: runs have thousands, and tokenisers are slow.
+
+    Feature tokens are special: what stands around a run is read alike, however long it is.
+    """
+    if not features:
+        return tokenizer(text, add_special_tokens=special)["input_ids"]
+    runs: list[int] = []
+
+    def shorten(run: re.Match[str]) -> str:
+        token = next(token for token in features if run[0].startswith(token))
+        runs.append(len(run[0]) // len(token))
+        return token
+
+    short = re.sub("|".join(f"(?:{re.escape(token)})+" for token in features), shorten, text)
+    ids: list[int] = tokenizer(short, add_special_tokens=special)["input_ids"]
+    marks = {tokenizer.convert_tokens_to_ids(token) for token in features}
+    if sum(i in marks for i in ids) != len(runs):  # a tokenizer that reads a feature token as text
+        return tokenizer(text, add_special_tokens=special)["input_ids"]
+    lengths = iter(runs)
+    return [token for i in ids for token in (i,) * (next(lengths) if i in marks else 1)]
 
 
 def _places(
