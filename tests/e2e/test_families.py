@@ -73,6 +73,10 @@ def train(algorithm: str, name: str, **more: Any) -> Step:
     )
 
 
+def of_vision(step: Step) -> dict[str, torch.Tensor]:
+    return {parameter: gradient for parameter, gradient in step.gradients.items() if parameter in step.vision}
+
+
 @cache
 def plain_step(algorithm: str, name: str) -> Step:
     return train(algorithm, name)
@@ -84,6 +88,7 @@ def test_a_step_trains_the_vision_tower_and_the_language_model(algorithm: str, n
     step = plain_step(algorithm, name)
     assert torch.tensor([step.log["loss"], step.log["grad_norm"]]).isfinite().all()
     assert step.log["grad_norm"] > 0
+    # The mean is over distinct prompts, and no two of these have equally many pictures.
     numbers = {len(row["prompt"][0]["content"]) - 1 for row in rows(4, name)}
     assert step.log["images/mean_count"] == sum(numbers) / len(numbers)
     learning = {parameter for parameter in step.all if not idle(name, parameter)}
@@ -97,15 +102,16 @@ def test_a_step_trains_the_vision_tower_and_the_language_model(algorithm: str, n
     "name",
     ["gemma3", "smolvlm", "llava_onevision", "paligemma", "mistral3", "lfm2_vl", "kimi_k25", "mllama", "glm4v"],
 )
-def test_micro_batches_of_1_and_4_rows_give_the_gradients_of_one_of_8(name: str) -> None:
-    """As one they mix rows with 1, 3, 0 and 2 pictures; Llama 3.2 Vision reads them in as many pieces."""
-    step = plain_step("grpo", name)
-    whole, vision = step.gradients, step.vision & step.gradients.keys()
-    for size in (1, 4):
-        cut = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size}
-        other = train("grpo", name, **cut).gradients
-        assert relative_difference(whole, other) < 1e-4
-        assert relative_difference({n: whole[n] for n in vision}, {n: other[n] for n in vision}) < 1e-4
+def test_micro_batches_of_1_and_5_rows_give_the_gradients_of_one_of_10(name: str) -> None:
+    """As one they mix rows with 1, 3, 0, 2 and 1 pictures; Llama 3.2 Vision reads them in pieces, out of order."""
+    data = rows(5, name)
+    whole, *others = (
+        train("grpo", name, data=data, per_device_train_batch_size=size, gradient_accumulation_steps=10 // size)
+        for size in (10, 1, 5)
+    )
+    for other in others:
+        assert relative_difference(whole.gradients, other.gradients) < 1e-4
+        assert relative_difference(of_vision(whole), of_vision(other)) < 1e-4
 
 
 @pytest.mark.parametrize("name", VISION_FAMILIES)
@@ -130,7 +136,7 @@ def test_a_step_in_mixed_precision(name: str) -> None:
     whole = plain_step("rloo", name)
     assert step.changed == whole.changed
     assert step.log["entropy"] == pytest.approx(whole.log["entropy"], abs=0.05)
-    assert step.log["entropy"] != whole.log["entropy"]
+    assert any(not gradient.equal(whole.gradients[parameter]) for parameter, gradient in step.gradients.items())
 
 
 QUERIES = ["q_proj", "v_proj"]

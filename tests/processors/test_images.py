@@ -14,7 +14,7 @@ from PIL import Image
 
 from tiny_models import picture, tiny, user
 from vlmroll_processors import Picture, load_adapter
-from vlmroll_processors.images import read_picture
+from vlmroll_processors.images import read_picture, resized
 
 WHERE = "row 7, column 'image'"
 WHITE = (255, 255, 255)
@@ -335,3 +335,44 @@ def test_resize_keys_are_part_of_the_cache_key() -> None:
     assert usual.sha256 == small.sha256
     assert usual.key != small.key
     assert small.key == read_picture(picture(8, 6, 0), where="", resize={"min_pixels": 1, "max_pixels": 4})[0].key
+
+
+# Sizes
+
+
+@given(width=st.integers(8, 300), height=st.integers(8, 300), high=st.integers(400, 20_000), low=st.integers(1, 20_000))
+def test_bounds_keep_the_shape(width: int, height: int, high: int, low: int) -> None:
+    image = Image.new("RGB", (width, height))
+    for keys in ({"max_pixels": high}, {"min_pixels": low}):
+        found = resized(image, keys)
+        pixels = found.width * found.height
+        assert pixels <= keys.get("max_pixels", pixels)
+        assert pixels >= keys.get("min_pixels", 0)
+        if keys.get("min_pixels", 0) <= width * height <= keys.get("max_pixels", width * height):
+            assert found is image
+            continue
+        # Both sides by one factor, rounded to whole pixels, and no more than needed.
+        scale = (high if "max_pixels" in keys else low) / (width * height)
+        assert abs(found.width - width * scale**0.5) < 1
+        assert abs(found.height - height * scale**0.5) < 1
+
+
+def test_the_size_of_a_picture_may_be_given() -> None:
+    image = picture(60, 40, 0)
+    found = resized(image, {"resized_height": 30, "resized_width": 50})
+    assert found.size == (50, 30)
+    assert found.tobytes() == image.resize((50, 30), Image.Resampling.BICUBIC).tobytes()
+    assert resized(image, {"resized_height": 30, "resized_width": 50, "max_pixels": 100}).size == (50, 30)
+    assert resized(image, {}) is image
+    assert resized(image, {"resized_height": 40, "resized_width": 60}) is image
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="its own size is taken for no request")
+def test_the_size_that_a_picture_has_may_be_given() -> None:
+    keys = {"resized_height": 40, "resized_width": 60}
+    assert resized(picture(60, 40, 0), {**keys, "max_pixels": 100}).size == (60, 40)
+
+
+def test_bounds_that_cross_are_refused() -> None:
+    with pytest.raises(ValueError, match="min_pixels=200 is above max_pixels=100"):
+        resized(picture(60, 40, 0), {"min_pixels": 200, "max_pixels": 100})

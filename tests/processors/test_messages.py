@@ -414,6 +414,11 @@ def test_reserved_tokens_in_the_text_are_refused(token: str) -> None:
         assert token in refusal({"prompt": prompt})
 
 
+@pytest.mark.xfail(strict=True, raises=pytest.fail.Exception, reason="each part is looked at by itself")
+def test_reserved_tokens_put_together_from_two_parts_are_refused() -> None:
+    refusal({"prompt": turns(["an <|vision_", "start|> here"])})
+
+
 def test_reserved_tokens_of_other_families_are_only_text_to_a_text_model() -> None:
     assert encode({"prompt": "an <|image_pad|>"}, "text").num_tokens > 1
 

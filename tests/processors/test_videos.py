@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from qwen_vl_utils import vision_process as qwen
+from torchvision.transforms import InterpolationMode, functional
 
 from tiny_models import QWEN_FAMILIES, VISION_FAMILIES, picture, tiny, tokenizer, user
 from training_runs import ALGORITHMS, GradientRecorder, make_trainer, relative_difference
@@ -31,6 +32,8 @@ from vlmroll_processors.adapter import FamilyAdapter
 from vlmroll_processors.videos import VIDEO_KEYS
 
 Row = dict[str, Any]
+Fetched = tuple[torch.Tensor, Row, float]
+Fetch = Callable[[Row], Fetched]
 PATCH, MERGE = 8, 2
 RATE, LENGTH = 10, 24
 SLOT = {"image": "<|vision_start|><|image_pad|><|vision_end|>", "video": "<|vision_start|><|video_pad|><|vision_end|>"}
@@ -87,7 +90,7 @@ def decoded(path: Path) -> np.ndarray:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
 
 
-def whole_file(request: Row) -> tuple[torch.Tensor, Row, float]:
+def whole_file(request: Row) -> Fetched:
     """A reader for qwen-vl-utils, by the words of its own readers."""
     every = decoded(Path(request["video"]))
     start, end, count = qwen.calculate_video_frame_range(request, len(every), float(RATE))
@@ -98,16 +101,16 @@ def whole_file(request: Row) -> tuple[torch.Tensor, Row, float]:
 
 
 @pytest.fixture
-def fetch(monkeypatch: pytest.MonkeyPatch) -> Callable[[Row], tuple[torch.Tensor, Row, float]]:
+def fetch(monkeypatch: pytest.MonkeyPatch) -> Fetch:
     """`fetch_video`: frames, metadata and sampled rate."""
     monkeypatch.setitem(qwen.VIDEO_READER_BACKENDS, "whole file", whole_file)
     monkeypatch.setattr(qwen, "get_video_reader_backend", lambda: "whole file")
     return fetch_video
 
 
-def fetch_video(request: Row) -> tuple[torch.Tensor, Row, float]:
-    options = {"image_patch_size": PATCH, "return_video_metadata": True, "return_video_sample_fps": True}
-    (frames, metadata), rate = qwen.fetch_video(request, **options)
+def fetch_video(request: Row) -> Fetched:
+    found: Any = qwen.fetch_video(request, PATCH, return_video_metadata=True, return_video_sample_fps=True)
+    (frames, metadata), rate = found
     return frames, metadata, rate
 
 
@@ -307,7 +310,7 @@ def test_the_nulls_of_arrow_are_not_there(files: dict[str, Path]) -> None:
         {"prompt": [{"role": "user", "content": parts}]},
         {"prompt": user("x"), "videos": [{"video": path, "fps": 5.0}, {"video": path, "nframes": 4}]},
     ]
-    stored = Dataset.from_list(rows)
+    stored: Any = Dataset.from_list(rows)
     assert stored[1]["prompt"][0]["content"][1]["max_pixels"] is None
     assert stored[2]["videos"][0]["nframes"] is None
     found = adapter().encode(list(stored))
@@ -395,7 +398,8 @@ REQUESTS: tuple[Row, ...] = (
     {"resized_height": 50, "resized_width": 99},
     {"min_pixels": 32 * 32, "max_pixels": 40 * 40},
     {"min_pixels": 100_000},
-    {"min_pixels": 1024, "total_pixels": 9000.0},
+    {"min_pixels": 1024, "total_pixels": 4000.0},
+    {"min_pixels": 2000, "total_pixels": 100},
     {"max_pixels": 10**7, "nframes": 2},
 )
 
@@ -406,7 +410,7 @@ REQUESTS: tuple[Row, ...] = (
     ids=str,
 )
 def test_frames_and_sizes_of_files_are_those_of_qwen_vl_utils(
-    kind: str, request_: Row, files: dict[str, Path], fetch: Callable[..., tuple[torch.Tensor, Row, float]]
+    kind: str, request_: Row, files: dict[str, Path], fetch: Fetch
 ) -> None:
     frames, metadata, rate = fetch({"video": str(files[kind]), **request_})
     (video,) = encode({"prompt": user("which"), "video": {"video": files[kind], **request_}}).videos
@@ -463,17 +467,25 @@ def test_frames_are_resized_once() -> None:
     whole = torch.from_numpy(frames).permute(0, 3, 1, 2)
     keys = {"min_pixels": 1024, "max_pixels": 3000}
     height, width = qwen.smart_resize(70, 100, factor=PATCH * MERGE, **keys)
-    mode = qwen.InterpolationMode.BICUBIC
-    expected = qwen.transforms.functional.resize(whole, [height, width], interpolation=mode, antialias=True)
+    mode = InterpolationMode.BICUBIC
+    expected = functional.resize(whole, [height, width], interpolation=mode, antialias=True)
     (video,) = encode({"prompt": user("which"), "video": {"video": frames, **keys}}).videos
     assert (height, width) != (70, 100)
     assert video.clip.frames.equal(expected)
 
 
+def test_a_frame_has_at_most_the_tokens_that_qwen_vl_utils_allows() -> None:
+    most = qwen.VIDEO_MAX_TOKEN_NUM * (PATCH * MERGE) ** 2
+    height, width = qwen.smart_resize(480, 640, factor=PATCH * MERGE, max_pixels=most)
+    rows = [
+        {"prompt": "<video>", "video": {"video": noise(2, 640, 480), **keys}} for keys in ({}, {"max_pixels": 10**7})
+    ]
+    assert [prompt.videos[0].size for prompt in adapter().encode(rows)] == [(width, height)] * 2
+    assert width * height <= most < 480 * 640
+
+
 @pytest.mark.parametrize("budget", [{"min_pixels": 300, "max_pixels": 3000}, {"min_pixels": 9000, "max_pixels": 10**5}])
-def test_the_runs_pixel_budget_is_that_of_each_frame(
-    budget: dict[str, int], files: dict[str, Path], fetch: Callable[..., tuple[torch.Tensor, Row, float]]
-) -> None:
+def test_the_runs_pixel_budget_is_that_of_each_frame(budget: Row, files: dict[str, Path], fetch: Fetch) -> None:
     own = load_adapter(tiny("qwen3_vl").processor, **budget)
     frames, _, _ = fetch({"video": str(files["mp4"]), **budget})
     prompts = own.encode(
@@ -555,10 +567,9 @@ PIECES = st.one_of(
 
 
 def made(piece: tuple[Any, ...]) -> Piece:
-    kind, *values = piece
-    if kind == "text":
-        return " dots" * values[0]
-    return Film(*values) if kind == "video" else picture(*values, 0)
+    if piece[0] == "text":
+        return " dots" * piece[1]
+    return Film(*piece[1:]) if piece[0] == "video" else picture(piece[1], piece[2], 0)
 
 
 @cache
@@ -1092,7 +1103,8 @@ def test_a_training_step_is_the_same_however_videos_are_batched(
         trainer.train()
         (step,) = recorder.steps
         found.append(step)
-        before, after = tiny(model).model.state_dict(), trainer.model.state_dict()
+        trained: Any = trainer.model
+        before, after = tiny(model).model.state_dict(), trained.state_dict()
         moved = {name for name in step if not before[name].equal(after[name])}
         assert any("visual" in name for name in moved)
         assert any("language_model" in name for name in moved)

@@ -136,7 +136,7 @@ def test_a_head_changes_its_logits_as_the_model_does(name: str, option: str, val
 
 
 def generated(name: str, row: dict[str, Any], banned: Sequence[int]) -> tuple[list[int], list[float]]:
-    """Ids and log-probabilities of what transformers generates greedily for a row by its own processor, without a stop."""
+    """Ids and log-probabilities of what transformers generates greedily for a row by its own processor, unstopped."""
     made, model = tiny(name), copy.deepcopy(tiny(name).model)
     model.generation_config.eos_token_id = None
     inputs = made.processor.apply_chat_template(
