@@ -24,11 +24,13 @@ import random
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
+from timeit import timeit
 from typing import Any
 
 # Read when torch and transformers are imported.
@@ -52,7 +54,6 @@ class Curve:
     """MB held after each prompt and highest MB so far; and what else was measured."""
 
     points: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
-    files: float = 0.0
     tensors: float = 0.0
     seconds: float = 0.0
     parts: dict[str, float] = field(default_factory=dict[str, float])
@@ -66,9 +67,8 @@ class Curve:
         """Read the memory; before the first prompt, which gives the baseline, and after each."""
         lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
         held, resident, highest = (int(lines[name].split()[0]) * 1024 / 1e6 for name in ("RssAnon", "VmRSS", "VmHWM"))
-        before, self.files = self.files, resident - held
-        peak = max(self.points[-1][1], highest - min(before, self.files)) if self.points else held
-        self.points.append((held, peak))
+        files = resident - held
+        self.points.append((held, max(self.points[-1][1], highest - files) if self.points else held))
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from here
 
 
@@ -85,7 +85,9 @@ class Watched(list[Row]):
 
 def measure(work: Callable[[Sequence[Row], Curve], list[Any]], rows: Sequence[Row], size: int) -> Curve:
     """Rounds of `size` prompts through `work`, which returns the tensors that are kept until the end of the round."""
-    work([{"prompt": CHAT, "images": [Image.new("RGB", (32, 32))]}], Curve())
+    with tempfile.NamedTemporaryFile(suffix=".png") as small:
+        Image.new("RGB", (32, 32)).save(small.name)
+        work([{"prompt": CHAT, "images": [small.name]}], Curve())
     gc.collect()
     curve, started = Curve(), time.perf_counter()
     curve.mark()
@@ -109,13 +111,10 @@ def encode(rows: Sequence[Row], size: int, max_pixels: int) -> Curve:
         return [tensor for prompt in prompts for tensor in prompt.forward_kwargs.values()]
 
     def clock(step: Callable[[Any], Any], items: Sequence[Any]) -> float:
-        started = time.perf_counter()
-        for item in items:
-            step(item)
-        return (time.perf_counter() - started) / len(items)
+        return timeit(lambda: deque(map(step, items), maxlen=0), number=1) / len(items)
 
     curve = measure(work, rows, size)
-    paths = [path for row in rows[:4] for path in row["images"]]
+    paths = [path for row in rows[:2] for path in row["images"]]
     sized = [Sized(image=read_picture(path, where="")[1], own={}, budget=adapter.budget) for path in paths]
     decode = clock(lambda path: open_image(path, where="").load(), paths)
     read = clock(lambda path: read_picture(path, where=""), paths)
@@ -132,7 +131,7 @@ def plain(rows: Sequence[Row], size: int, max_pixels: int) -> Curve:
     pixels = {"shortest_edge": 256, "longest_edge": max_pixels}
 
     def work(rows: Sequence[Row], curve: Curve) -> list[Any]:
-        opened = [[Image.open(p).convert("RGB") if isinstance(p, str) else p for p in row["images"]] for row in rows]
+        opened = [[Image.open(path).convert("RGB") for path in row["images"]] for row in rows]
         tensors: list[Any] = []
         for images in opened:
             content = [*({"type": "image"} for _ in images), {"type": "text", "text": CHAT[0]["content"]}]
@@ -173,12 +172,9 @@ def show(curves: Mapping[str, Curve], num_pictures: int) -> None:
         print(f"{way:16}{count:9}{figures}{each}  {parts}")
     print("\nMB held and highest so far\nprompts" + "".join(f"{way:>16}" for way in curves))
     last = max(len(curve.points) for curve in curves.values()) - 1
-    marks = {*(2**n for n in range(7)), *(last * n // 10 for n in range(11))}
-    for mark in sorted(mark for mark in marks if mark <= last):
-        cells: list[str] = []
-        for curve in curves.values():
-            above = [value - curve.points[0][0] for value in curve.points[mark]] if mark < len(curve.points) else []
-            cells.append("".join(f"{value:6.0f}" for value in above))
+    for mark in sorted({mark for mark in (1, 2, 4, 8, 16, 64, *(last * n // 10 for n in range(11))) if mark <= last}):
+        found = [(curve.points[mark : mark + 1], curve.points[0][0]) for curve in curves.values()]
+        cells = ["".join(f"{mb - baseline:6.0f}" for point in points for mb in point) for points, baseline in found]
         print(f"{mark:7}" + "".join(f"{cell:>16}" for cell in cells))
 
 

@@ -5,13 +5,15 @@ slots, the chat template renders them, the tokenizer reads the text with one pla
 (`engine_ids`), and the text in which each placeholder has given way to what the picture brings (`prompt_ids`).
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from vlmroll_processors.assembly import assemble
 from vlmroll_processors.families import Family
+from vlmroll_processors.media import Medium
 from vlmroll_processors.messages import Chat, read_row
-from vlmroll_processors.reading import Reader, smaller
+from vlmroll_processors.reading import Reader, pixels_of, smaller
 from vlmroll_processors.rendering import OWN_TEMPLATE_KWARGS, adds_special_tokens, render, template_kwargs_of
 from vlmroll_processors.types import Prompt, Row
 
@@ -19,15 +21,7 @@ _FEWEST_PIXELS = 28 * 28
 
 
 class PromptTooLong(ValueError):
-    """A prompt has more than `max_prompt_length` tokens.
-
-    Attributes:
-        index: which of the rows given to `encode` it is.
-    """
-
-    def __init__(self, message: str, index: int = 0) -> None:
-        super().__init__(message)
-        self.index = index
+    """A prompt has more than `max_prompt_length` tokens; the message names its row."""
 
 
 @runtime_checkable
@@ -50,7 +44,7 @@ class ProcessorAdapter(Protocol):
         ...
 
     def encode(self, rows: Sequence[Row], row_ids: Sequence[int] | None = None) -> list[Prompt]:
-        """One prompt for each row; equal rows share one object."""
+        """One prompt for each row; equal rows share one object. One that is too long raises `PromptTooLong`."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -66,7 +60,7 @@ class FamilyAdapter:
         family: see `Family`.
         min_pixels, max_pixels: pixel budget of a picture; None leaves the processor's own.
         chat_template_kwargs: passed to the chat template.
-        config: the model's config; videos of Qwen2.5-VL need it.
+        config: the model's config, or a function that loads it; videos of Qwen2.5-VL need it.
         max_prompt_length: most tokens of a prompt, pictures included; None for no limit.
         long_prompts: what becomes of a longer one: "raise" refuses it, "shrink" gives its pictures fewer pixels.
     """
@@ -87,16 +81,16 @@ class FamilyAdapter:
         self.config = config
         self.family = family
         self.tokenizer: Any = getattr(processor, "tokenizer", processor)
-        self._chat_template_kwargs = dict(chat_template_kwargs or {})
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
         budget = {"min_pixels": min_pixels, "max_pixels": max_pixels}
         self.budget = {name: pixels for name, pixels in budget.items() if pixels is not None}
-        self._limit, self._shrink = max_prompt_length, long_prompts == "shrink"
+        self.max_prompt_length, self._shrink = max_prompt_length, long_prompts == "shrink"
         _check_budget(self.budget, family)
-        vocabulary: dict[str, int] = self.tokenizer.get_vocab()
-        self._vision_tokens = family.vision_ids(vocabulary)
-        if own := [name for name in OWN_TEMPLATE_KWARGS if name in self._chat_template_kwargs]:
+        self._vision_tokens = family.vision_ids(self.tokenizer.get_added_vocab())
+        if own := [name for name in OWN_TEMPLATE_KWARGS if name in self.chat_template_kwargs]:
             raise ValueError(f"chat_template_kwargs: {own[0]} is set by the adapter; remove it")
         needed = (family.slot, family.feature_of("image"))
+        vocabulary: dict[str, int] = self.tokenizer.get_vocab() if family.slot else {}
         if missing := [token for token in needed if token and token not in vocabulary]:
             raise ValueError(f"the tokenizer lacks the token {missing[0]} of the family {family.name}")
 
@@ -145,52 +139,80 @@ class FamilyAdapter:
         reader = Reader(self.family, self.processor, self.budget)
         prompts: dict[tuple[Any, ...], Prompt] = {}
         result: list[Prompt] = []
-        for index, (row, name) in enumerate(zip(rows, names, strict=True)):
+        for row, name in zip(rows, names, strict=True):
             chat = read_row(row, where=name)
             reader.check(chat.media)
-            options = {**self._chat_template_kwargs, **template_kwargs_of(row, where=name)}
+            options = {**self.chat_template_kwargs, **template_kwargs_of(row, where=name)}
             reserved = self._vision_tokens
             text = render(self.family, self.processor, chat, options, reserved=reserved, where=name)
-            try:
-                result.append(self._prompt(chat, text, reader, prompts, where=name))
-            except PromptTooLong as error:
-                raise PromptTooLong(str(error), index) from None
+            result.append(self._prompt(chat, text, reader, prompts, where=name))
         return result
 
     def _prompt(
         self, chat: Chat, text: str, reader: Reader, prompts: dict[tuple[Any, ...], Prompt], *, where: str
     ) -> Prompt:
         """The row's prompt, short enough; from `prompts` if it is there already."""
-        media, pixels = chat.media, 0
-        if len(media) < self.family.min_pictures:
+        if len(chat.media) < self.family.min_pictures:
             raise ValueError(f"{where}: {self.family.name} takes no prompt without a picture; add one, or drop the row")
-        while True:
+        special = adds_special_tokens(self.family, self.processor, chat, text)
+
+        def made(media: Sequence[Medium]) -> Prompt:
             units = reader.read(media)
-            key = (chat.messages is None, text, *(medium.key for unit in units for medium in unit.media))
+            key = (special, text, *(unit.key for unit in units))
             if key not in prompts:
-                special = adds_special_tokens(self.family, self.processor, chat, text)
-                prompts[key] = assemble(
-                    self.family, self.processor, self.config, text, units, special=special, where=where
-                )
-            prompt = prompts[key]
-            if self._limit is None or prompt.num_tokens <= self._limit:
-                return prompt
-            sizes = [medium.size[0] * medium.size[1] for unit in units for medium in unit.media]
-            pixels = _fewer_pixels(prompt, self._limit, pixels or max(sizes, default=0))
-            if not self._shrink or pixels < _FEWEST_PIXELS:
-                tried = ", and its pictures cannot be shrunk enough" if self._shrink else ""
-                raise PromptTooLong(
-                    f"{where}, column 'prompt': it has {prompt.num_tokens} tokens ({prompt.num_image_tokens} of "
-                    f"pictures), and at most {self._limit} may be (max_prompt_length, or what the model's positions "
-                    f"leave){tried}; shorten it, lower max_pixels, or drop the row"
-                )
-            media = tuple(smaller(chat.media, pixels, self.budget.get("min_pixels")))
+                found = assemble(self.family, self.processor, self.config, text, units, special=special, where=where)
+                if self.max_prompt_length is not None and found.num_tokens > self.max_prompt_length:
+                    reader.forget(units)
+                    return found
+                prompts[key] = found
+            return prompts[key]
+
+        prompt = made(chat.media)
+        if self.max_prompt_length is None or prompt.num_tokens <= self.max_prompt_length:
+            return prompt
+        shrunk = self._shrunk(chat.media, prompt, made) if self._shrink else None
+        if shrunk is not None:
+            return shrunk
+        tried = ", and its pictures cannot be shrunk enough" if self._shrink else ""
+        raise PromptTooLong(
+            f"{where}, column 'prompt': it has {prompt.num_tokens} tokens ({prompt.num_image_tokens} of pictures and "
+            f"videos), and at most {self.max_prompt_length} may be (max_prompt_length, or what the model's positions "
+            f"leave){tried}; shorten it, lower max_pixels, or drop the row"
+        )
+
+    def _shrunk(
+        self, media: Sequence[Medium], prompt: Prompt, made: Callable[[Sequence[Medium]], Prompt]
+    ) -> Prompt | None:
+        """The prompt with fewer pixels for its media, as many as fit; None when none are few enough."""
+        limit = self.max_prompt_length
+        assert limit is not None
+        if not media or limit <= prompt.num_tokens - prompt.num_image_tokens:
+            return None
+
+        def attempt(pixels: int) -> Prompt | None:
+            try:
+                return made(smaller(media, pixels, self.budget.get("min_pixels")))
+            except ValueError:  # too few for the processor
+                return None
+
+        least = attempt(_FEWEST_PIXELS)  # in many families pixels do not decide how many tokens there are
+        if least is not None and least.num_tokens > limit:
+            return None
+        most = self.budget.get("max_pixels", math.inf)
+        shown = {"image": iter(prompt.images), "video": iter(prompt.videos)}
+        pixels = max(pixels_of(medium, next(shown[medium.kind]), most) for medium in media)
+        while (pixels := _fewer_pixels(prompt, limit, pixels)) > _FEWEST_PIXELS:
+            found = attempt(int(pixels))
+            if found is None or found.num_tokens <= limit:
+                return found or least
+            prompt = found
+        return least
 
 
-def _fewer_pixels(prompt: Prompt, limit: int, pixels: int) -> int:
-    """The next pixel budget to try for a prompt over the limit; 0 when its text alone is too long."""
+def _fewer_pixels(prompt: Prompt, limit: int, pixels: float) -> float:
+    """The next pixel budget to try for a prompt over the limit."""
     room = limit - (prompt.num_tokens - prompt.num_image_tokens)
-    return int(pixels * min(room / prompt.num_image_tokens, 0.8)) if room > 0 and prompt.num_image_tokens else 0
+    return pixels * min(max(room, 1) / prompt.num_image_tokens, 0.8)
 
 
 def _check_budget(budget: Mapping[str, Any], family: Family) -> None:

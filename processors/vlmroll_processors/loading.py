@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +32,7 @@ def load_adapter(
         model: a hub id, a path, or a processor or tokenizer of transformers.
         min_pixels, max_pixels: pixel budget of a picture (height x width); None leaves the processor's own.
         chat_template_kwargs: passed to the chat template, such as `{"enable_thinking": False}`.
-        config: the model's config, which some videos need; of an id or a path it is loaded.
+        config: the model's config, which some videos need; of an id or a path it is loaded then.
         max_prompt_length, long_prompts: most tokens of a prompt, and whether a longer one is refused or its pictures
             are shrunk.
         trust_remote_code, revision: passed to `from_pretrained` when `model` is an id or a path.
@@ -47,7 +48,8 @@ def load_adapter(
         from transformers import AutoConfig, AutoProcessor
 
         if config is None:
-            config = AutoConfig.from_pretrained(str(model), trust_remote_code=trust_remote_code, revision=revision)
+            options = {"trust_remote_code": trust_remote_code, "revision": revision}
+            config = partial(AutoConfig.from_pretrained, str(model), **options)  # a processor alone has none
         model = AutoProcessor.from_pretrained(str(model), trust_remote_code=trust_remote_code, revision=revision)
     return FamilyAdapter(
         model,

@@ -22,7 +22,7 @@ KINDS: tuple[Kind, ...] = ("image", "video")
 NOUNS: Mapping[str, str] = {"image": "pictures", "video": "videos"}
 SOURCE_KEYS: Mapping[str, tuple[str, ...]] = {
     "image": ("image", "image_url", "url", "path", "base64", "bytes"),
-    "video": ("video", "path"),
+    "video": ("video", "path", "bytes"),
 }
 SIZE_KEYS: Mapping[str, tuple[str, ...]] = {"image": RESIZE_KEYS, "video": VIDEO_KEYS}
 _MARKER = re.compile("<(image|video)>")
@@ -176,19 +176,24 @@ def _medium(kind: Kind, source: Any, *, where: str) -> Medium:
     """A medium with the size keys that stand beside its source in the column's item."""
     keys: dict[str, Any] = {}
     if isinstance(source, Mapping):
-        item = cast("Mapping[str, Any]", source)
-        keys = {key: item[key] for key in SIZE_KEYS[kind] if item.get(key) is not None}
-        source = item[kind] if item.get(kind) is not None else item
+        item = {key: value for key, value in cast("Mapping[str, Any]", source).items() if value is not None}
+        known = (kind, "bytes", "path", *SIZE_KEYS[kind])
+        if strange := [key for key in item if key not in known]:
+            raise ValueError(f"{where}: unknown key {strange[0]!r} beside a {kind}; there may be {', '.join(known)}")
+        keys = {key: item[key] for key in SIZE_KEYS[kind] if key in item}
+        source = next((item[key] for key in known[:3] if key in item), None)
+        if source is None:
+            raise ValueError(f"{where}: it has neither 'bytes' nor 'path' of a {kind}; give one of them")
     return Medium(kind=kind, source=source, keys=_checked(kind, keys, where=where), where=where)
 
 
 def _checked(kind: Kind, keys: Mapping[str, Any], *, where: str) -> Mapping[str, float]:
     for key, value in keys.items():
-        whole = key in RESIZE_KEYS
-        right = isinstance(value, int if whole else int | float) and not isinstance(value, bool) and value > 0
-        if not right:
+        whole, start = key in RESIZE_KEYS, key == "video_start"
+        number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+        if not number or value < 0 or (value == 0 and not start):
             unit = "a whole number of pixels" if whole else "a number"
-            raise ValueError(f"{where}: {key} must be {unit} above 0, got {value!r}")
+            raise ValueError(f"{where}: {key} must be {unit}{' of at least' if start else ' above'} 0, got {value!r}")
     if ("resized_height" in keys) != ("resized_width" in keys):
         raise ValueError(f"{where}: give both resized_height and resized_width, or neither")
     return keys

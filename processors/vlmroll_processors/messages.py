@@ -95,8 +95,8 @@ def _clean_message(message: object, *, where: str) -> Message:
         raise ValueError(f"{where}: unknown role {clean.get('role')!r}; use one of {', '.join(ROLES)}")
     if stray := [key for key in _STRAY_KEYS if key in clean]:
         raise ValueError(
-            f"{where}: a message carries a picture under {stray[0]!r}; put it into the column 'images' or into an "
-            "image part of the content"
+            f"{where}: a message carries a picture or video under {stray[0]!r}; put it into a column, 'images' or "
+            "'videos', or into a part of the content"
         )
     content = clean.get("content")
     if isinstance(content, str):
@@ -143,7 +143,7 @@ def _clean_part(part: object, *, where: str) -> Part:
             raise ValueError(f"{where}: a text part carries a picture under {given[0]!r}; make it a part of type image")
         return {"type": "text", "text": clean["text"]}
     if clean.get("text"):
-        raise ValueError(f"{where}: an {kind} part carries text; make it a part of type text")
+        raise ValueError(f"{where}: the {kind} part carries text; make it a part of type text")
     if len(given) > 1:
-        raise ValueError(f"{where}: an {kind} part has several sources ({', '.join(given)}); keep one")
+        raise ValueError(f"{where}: the {kind} part has several sources ({', '.join(given)}); keep one")
     return {"type": kind, **{key: clean[key] for key in (*given, *SIZE_KEYS[kind]) if key in clean}}

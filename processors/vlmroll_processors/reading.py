@@ -4,8 +4,10 @@ One picture is decoded at a time, processed at once and let go, so a thousand pr
 memory than their processed tensors (families whose pictures depend on each other hold those of one prompt).
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +17,8 @@ from vlmroll_processors.media import NOUNS, Medium
 from vlmroll_processors.videos import Video, read_video
 
 Result = TypeVar("Result")
+# What processors raise for pictures in shapes that they cannot take.
+_REFUSALS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +33,11 @@ class Unit:
     media: tuple[Picture | Video, ...]
     features: Features
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Tells it from others: content and sizes."""
+        return tuple(medium.key for medium in self.media)
+
 
 class Reader:
     """Reads the media of one call of `encode`.
@@ -41,7 +50,7 @@ class Reader:
     def __init__(self, family: Family, processor: Any, budget: Mapping[str, int]) -> None:
         self._family, self._processor, self._budget = family, processor, budget
         self._features: dict[Any, Features] = {}
-        self._files: dict[Any, Picture] = {}
+        self._files: dict[Any, Picture | Video] = {}
 
     def check(self, media: Sequence[Medium]) -> None:
         """Refuse media that the family does not take.
@@ -66,70 +75,91 @@ class Reader:
             ValueError: names the row and column of a medium that cannot be read.
         """
         if self._family.together and media:
-            return [self._together(media)]
-        return [self._video(medium) if medium.kind == "video" else self._picture(medium) for medium in media]
+            return [self._unit(media)]
+        return [self._unit([medium]) for medium in media]
 
-    def _picture(self, medium: Medium) -> Unit:
-        place = (medium.source, tuple(medium.keys.items())) if isinstance(medium.source, str | Path) else None
-        picture, image = self._files.get(place), None
-        if picture is None:
-            picture, image = read_picture(medium.source, where=medium.where, resize=_whole(medium.keys))
-            if place is not None:
-                self._files[place] = picture
-        if picture.key not in self._features:
-            sized = Sized(image=image or picture.image, own=dict(picture.resize), budget=self._budget)
-            self._features[picture.key] = _named(
-                lambda: self._family.read(self._family, self._processor, [sized]), medium, picture.size
-            )
-        return Unit(media=(picture,), features=self._features[picture.key])
+    def forget(self, units: Sequence[Unit]) -> None:
+        """Let go of what these units bring."""
+        for unit in units:
+            self._features.pop(unit.key, None)
 
-    def _together(self, media: Sequence[Medium]) -> Unit:
-        found = [read_picture(medium.source, where=medium.where, resize=_whole(medium.keys)) for medium in media]
-        pictures = tuple(picture for picture, _ in found)
-        key = tuple(picture.key for picture in pictures)
-        if key not in self._features:
-            sized = [Sized(image=image, own=dict(picture.resize), budget=self._budget) for picture, image in found]
-            self._features[key] = _named(
-                lambda: self._family.read(self._family, self._processor, sized), media[0], pictures[0].size
-            )
-        return Unit(media=pictures, features=self._features[key])
+    def _unit(self, group: Sequence[Medium]) -> Unit:
+        """Read media that are processed together; what was read before in this call is not decoded again."""
+        known = [self._files.get(_place(medium)) for medium in group]
+        found = tuple(medium for medium in known if medium is not None)
+        if len(found) < len(group) or tuple(medium.key for medium in found) not in self._features:
+            decoded = [self._decode(medium) for medium in group]
+            found = tuple(medium for medium, _ in decoded)
+            key = tuple(medium.key for medium in found)
+            if key not in self._features:
+                self._features[key] = _named(partial(self._process, decoded), group[0], found[0].size)
+        return Unit(media=found, features=self._features[tuple(medium.key for medium in found)])
 
-    def _video(self, medium: Medium) -> Unit:
-        assert self._family.read_video is not None
-        read = self._family.read_video
-        like = self._processor.video_processor
-        factor = like.patch_size * like.merge_size
-        video, clip = read_video(medium.source, where=medium.where, keys={**self._budget, **medium.keys}, factor=factor)
-        if video.key not in self._features:
-            self._features[video.key] = _named(lambda: read(self._family, self._processor, clip), medium, video.size)
-        return Unit(media=(video,), features=self._features[video.key])
+    def _decode(self, medium: Medium) -> tuple[Picture | Video, Any]:
+        """The medium and its pixels."""
+        if medium.kind == "video":
+            like = self._processor.video_processor
+            keys = {**self._budget, **medium.keys}
+            factor = like.patch_size * like.merge_size
+            decoded = read_video(medium.source, where=medium.where, keys=keys, factor=factor)
+        else:
+            keys = {key: int(value) for key, value in medium.keys.items()}
+            decoded = read_picture(medium.source, where=medium.where, resize=keys)
+        if (place := _place(medium)) is not None:
+            self._files[place] = decoded[0]
+        return decoded
+
+    def _process(self, decoded: Sequence[tuple[Picture | Video, Any]]) -> Features:
+        if self._family.read_video is not None and isinstance(decoded[0][0], Video):
+            return self._family.read_video(self._family, self._processor, decoded[0][1])
+        pictures = [
+            Sized(image=image, own=dict(p.resize), budget=self._budget) for p, image in decoded if p.kind == "image"
+        ]
+        return self._family.read(self._family, self._processor, pictures)
+
+
+def _place(medium: Medium) -> Any:
+    """What tells a file with its keys from another; None for what is no file."""
+    source = medium.source
+    is_file = isinstance(source, Path) or (isinstance(source, str) and not source.startswith("data:"))
+    return (medium.kind, source, tuple(medium.keys.items())) if is_file else None
+
+
+def pixels_of(medium: Medium, found: Picture | Video, most: float = math.inf) -> float:
+    """How many pixels of a medium (of a frame, in a video) a model sees at most.
+
+    Args:
+        most: the run's `max_pixels`.
+    """
+    keys = medium.keys
+    if "resized_height" in keys:
+        return keys["resized_height"] * keys["resized_width"]
+    return min(found.size[0] * found.size[1], keys.get("max_pixels", most))
 
 
 def smaller(media: Sequence[Medium], max_pixels: int, min_pixels: int | None) -> list[Medium]:
-    """The media with at most so many pixels each (each frame, in a video).
+    """The media with at most so many pixels each (each frame, in a video); none gets more than it had.
 
     Args:
         min_pixels: the run's own bound, which a smaller `max_pixels` takes along.
     """
-    fixed = ("resized_height", "resized_width", "max_pixels", "total_pixels")
 
-    def keys(medium: Medium) -> dict[str, float]:
-        kept = {key: value for key, value in medium.keys.items() if key not in fixed}
+    def keys(medium: Medium) -> Mapping[str, float]:
+        given = medium.keys
+        if "resized_height" in given and given["resized_height"] * given["resized_width"] <= max_pixels:
+            return given
+        kept = {key: value for key, value in given.items() if not key.startswith("resized_")}
+        high = min(max_pixels, kept.get("max_pixels", max_pixels))
         low = kept.get("min_pixels", min_pixels)
-        bounds = {"max_pixels": max_pixels} | ({} if low is None else {"min_pixels": min(low, max_pixels)})
-        return kept | bounds
+        return kept | {"max_pixels": high} | ({} if low is None else {"min_pixels": min(low, high)})
 
     return [replace(medium, keys=keys(medium)) for medium in media]
-
-
-def _whole(keys: Mapping[str, float]) -> dict[str, int]:
-    return {key: int(value) for key, value in keys.items()}
 
 
 def _named(work: Callable[[], Result], medium: Medium, size: tuple[int, int]) -> Result:
     """Run a processor; what it refuses is told with row, column and size, which it does not know."""
     try:
         return work()
-    except ValueError as error:
+    except _REFUSALS as error:
         noun, shape = "video" if medium.kind == "video" else "picture", "x".join(map(str, size))
         raise ValueError(f"{medium.where}: the processor refuses a {noun} of {shape} pixels: {error}") from error

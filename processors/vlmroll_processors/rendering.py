@@ -11,6 +11,7 @@ from vlmroll_processors.types import Row
 
 OWN_TEMPLATE_KWARGS = ("messages", "conversation", "tokenize", "add_generation_prompt", "continue_final_message")
 """Arguments of a chat template that are set here."""
+_PART = "{'type': 'text'"
 
 
 def render(
@@ -50,15 +51,16 @@ def render(
     goes_on = messages[-1]["role"] == "assistant"
     # Some processors warn of arguments of their own that they add themselves, unless they find some here.
     quiet = {} if not hasattr(processor, "tokenizer") else {"processor_kwargs": {"padding": False}}
+    options = {"tokenize": False, "add_generation_prompt": not goes_on, "continue_final_message": goes_on}
     try:
-        return processor.apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=not goes_on,
-            continue_final_message=goes_on,
-            **quiet,
-            **template_kwargs,
-        )
+        text: str = processor.apply_chat_template(messages, **options, **quiet, **template_kwargs)
+        if _PART in text and not any(_PART in piece for piece in chat.texts()):
+            # A template that writes the list of parts as it stands where it expects a string, as for system messages.
+            messages = [_text_only(message) if _is_text(message) else message for message in messages]
+            text = processor.apply_chat_template(messages, **options, **quiet, **template_kwargs)
+            if _PART in text:
+                raise ValueError("it writes the parts of a message instead of their text")
+        return text
     except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
         # Templates refuse roles and orders in words of their own, or trip over values that they do not expect.
         raise ValueError(f"{where}, column 'prompt': the chat template refuses the messages: {error}") from error
@@ -86,6 +88,10 @@ def template_kwargs_of(row: Row, *, where: str) -> dict[str, Any]:
     if own := [name for name in OWN_TEMPLATE_KWARGS if name in kwargs]:
         raise ValueError(f"{where}, column 'chat_template_kwargs': {own[0]} is set by the adapter; remove it")
     return kwargs
+
+
+def _is_text(message: Mapping[str, Any]) -> bool:
+    return all(part["type"] == "text" for part in message.get("content", ()))
 
 
 def _text_only(message: Mapping[str, Any]) -> dict[str, Any]:

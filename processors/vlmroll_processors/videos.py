@@ -5,6 +5,8 @@ with pictures, a video that comes from a file is decoded again when its frames a
 """
 
 import hashlib
+import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,7 +55,7 @@ class Video:
     """One video as it was read.
 
     Attributes:
-        source: its file, or its frames as pictures.
+        source: its file or its bytes, or its frames as pictures.
         sha256: hex digest of the clip: size, pixels and times.
         size: width and height of its frames in pixels, after resizing.
         num_frames: number of sampled frames.
@@ -61,7 +63,7 @@ class Video:
         factor: height and width are multiples of it.
     """
 
-    source: Path | tuple[Picture, ...] = field(repr=False, compare=False)
+    source: Path | bytes | tuple[Picture, ...] = field(repr=False, compare=False)
     sha256: str
     size: tuple[int, int]
     num_frames: int
@@ -85,7 +87,8 @@ class Video:
         Raises:
             ValueError: the file has changed since the video was read.
         """
-        source = self.source if isinstance(self.source, Path) else [picture.image for picture in self.source]
+        frames = isinstance(self.source, tuple)
+        source = [picture.image for picture in self.source] if frames else self.source  # pyright: ignore
         found, clip = read_video(source, where="a video of the prompt", keys=dict(self.keys), factor=self.factor)
         if found.sha256 != self.sha256:
             raise ValueError("a video has changed since it was encoded; keep the files of a run as they are")
@@ -96,7 +99,7 @@ def read_video(source: Any, *, where: str, keys: Mapping[str, float], factor: in
     """Read one video; also its frames, which the first does not keep when they come from a file.
 
     Args:
-        source: a path, a list of frames (each as a picture may be given) or an array [F, H, W, 3].
+        source: a path, bytes, a list of frames (each as a picture may be given) or an array [F, H, W, 3].
         where: row and column, for error messages.
         keys: see `VIDEO_KEYS`. Of a list of frames all are taken, so it has no sampling keys but `fps` (or
             `sample_fps`), the rate at which they were taken.
@@ -105,18 +108,18 @@ def read_video(source: Any, *, where: str, keys: Mapping[str, float], factor: in
     Raises:
         ValueError: the source cannot be read, or a key does not go with it.
     """
-    if isinstance(source, str) and "://" in source and not source.startswith("file://"):
-        raise ValueError(f"{where}: remote videos are not fetched ({source!r:.200}); download it and give its path")
-    kept: Path | tuple[Picture, ...]
-    if isinstance(source, str | Path):
-        kept = Path(str(source).removeprefix("file://")).absolute()
-        if not kept.is_file():
-            raise ValueError(f"{where}: there is no video file at {str(kept)!r:.200}; check the path")
-        frames, fps, indices, total = _decode(kept, keys, where=where)
+    file = _file(source, where=where)
+    if file is not None:
+        if "sample_fps" in keys:
+            raise ValueError(f"{where}: sample_fps is the rate of a list of frames; give a file's sampling as fps")
+        kept: Path | bytes | tuple[Picture, ...] = file
+        frames, fps, indices, total = _decode(file, keys, where=where)
     else:
         kept, frames = _frames(source, where=where)
         if given := [key for key in SAMPLING_KEYS[1:] if key in keys]:
             raise ValueError(f"{where}: {given[0]} does not go with a list of frames, which are all taken; drop it")
+        if "fps" in keys and "sample_fps" in keys:
+            raise ValueError(f"{where}: both fps and sample_fps are given for a list of frames; keep one")
         fps = float(keys.get("sample_fps", keys.get("fps", 2.0)))
         indices, total = list(range(len(frames))), len(frames)
     frames = _resized(frames, keys, factor, where=where)
@@ -129,13 +132,32 @@ def read_video(source: Any, *, where: str, keys: Mapping[str, float], factor: in
     return Video(source=kept, sha256=name, size=size, num_frames=len(frames), keys=sorted_keys, factor=factor), clip
 
 
+def _file(source: Any, *, where: str) -> Path | bytes | None:
+    """The file of a video, or its bytes; None for frames."""
+    if isinstance(source, bytes | bytearray | memoryview):
+        return bytes(source)
+    if not isinstance(source, str | Path):
+        return None
+    if "://" in str(source) and not str(source).startswith("file://"):
+        raise ValueError(f"{where}: remote videos are not fetched ({source!r:.200}); download it and give its path")
+    path = Path(str(source).removeprefix("file://")).absolute()
+    try:
+        found = path.is_file()
+    except OSError:  # a name that no file can have
+        found = False
+    if not found:
+        raise ValueError(f"{where}: there is no video file at {str(path)!r:.200}; check the path")
+    return path
+
+
 def _frames(source: Any, *, where: str) -> tuple[tuple[Picture, ...], torch.Tensor]:
     """The frames of a list, uint8 [F, 3, H, W], an even number of them."""
     if isinstance(source, np.ndarray | torch.Tensor) and source.ndim == 4:
         source = list(np.asarray(source))
     if not isinstance(source, Sequence) or not source:
+        found = "an empty list" if isinstance(source, Sequence) else type(source).__name__
         raise ValueError(
-            f"{where}: a video cannot be made from {type(source).__name__}; give a path, a list of frames or an array "
+            f"{where}: a video cannot be made from {found}; give a path, bytes, a list of frames or an array "
             "[F, H, W, 3]"
         )
     items = cast("Sequence[Any]", source)
@@ -147,28 +169,31 @@ def _frames(source: Any, *, where: str) -> tuple[tuple[Picture, ...], torch.Tens
     return tuple(picture for picture, _ in read), torch.stack(frames)
 
 
-def _decode(path: Path, keys: Mapping[str, float], *, where: str) -> tuple[torch.Tensor, float, list[int], int]:
+def _decode(file: Path | bytes, keys: Mapping[str, float], *, where: str) -> tuple[torch.Tensor, float, list[int], int]:
     """The sampled frames of a file, their rate, indices and number in the file."""
     import av
     from av.error import FFmpegError
     from qwen_vl_utils import vision_process as qwen  # pyright: ignore[reportMissingTypeStubs]
 
+    def opened() -> Any:
+        return av.open(io.BytesIO(file) if isinstance(file, bytes) else str(file))
+
     try:
-        with av.open(str(path)) as container:
+        with opened() as container:
             stream = container.streams.video[0]
-            stream.thread_type = "AUTO"
             rate = float(stream.average_rate or stream.guessed_rate or 0)
-            count = stream.frames
-            if not count:  # some containers do not tell
-                count = sum(1 for packet in container.demux(stream) if packet.size)
-                container.seek(0)
-            start, end, count = qwen.calculate_video_frame_range(dict(keys), count, rate)
-            wanted = qwen.smart_nframes(dict(keys), total_frames=count, video_fps=rate)
-            indices: list[int] = torch.linspace(start, end, wanted).round().long().tolist()
-            found: dict[int, torch.Tensor] = {}
-            for i, frame in enumerate(container.decode(stream)):
-                if i in indices:
-                    found[i] = torch.from_numpy(frame.to_ndarray(format="rgb24")).permute(2, 0, 1)
+            # Counted: some containers do not tell, and others count frames that were cut off.
+            shown = sum(1 for packet in container.demux(stream) if packet.size and not packet.is_discard)
+        start, end, count = qwen.calculate_video_frame_range(dict(keys), shown, rate)
+        wanted = qwen.smart_nframes(dict(keys), total_frames=count, video_fps=rate)
+        indices: list[int] = torch.linspace(start, end, wanted).round().long().tolist()
+        found: dict[int, torch.Tensor] = {}
+        with opened() as container:
+            container.streams.video[0].thread_type = "AUTO"
+            for i, frame in enumerate(container.decode(video=0)):
+                if i in set(indices):
+                    pixels = np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
+                    found[i] = torch.from_numpy(pixels.copy()).permute(2, 0, 1)
                 if i >= indices[-1]:
                     break
     except (FFmpegError, LookupError, OSError, ValueError, AssertionError) as error:
@@ -184,6 +209,8 @@ def _resized(frames: torch.Tensor, keys: Mapping[str, float], factor: int, *, wh
     from torchvision.transforms import InterpolationMode, functional
 
     count, _, height, width = frames.shape
+    if keys.get("min_pixels", 0) > keys.get("max_pixels", math.inf):
+        raise ValueError(f"{where}: min_pixels={keys['min_pixels']} is above max_pixels={keys['max_pixels']}")
     try:
         if "resized_height" in keys:
             size = qwen.smart_resize(int(keys["resized_height"]), int(keys["resized_width"]), factor=factor)
@@ -195,4 +222,5 @@ def _resized(frames: torch.Tensor, keys: Mapping[str, float], factor: int, *, wh
             size = qwen.smart_resize(height, width, factor=factor, min_pixels=min(low, high), max_pixels=high)
     except (ValueError, AssertionError) as error:
         raise ValueError(f"{where}: a video of {width}x{height} pixels cannot be resized: {error}") from error
-    return functional.resize(frames, list(size), interpolation=InterpolationMode.BICUBIC, antialias=True)
+    size = [max(factor, side) for side in size]  # a long strip would lose its short side
+    return functional.resize(frames, size, interpolation=InterpolationMode.BICUBIC, antialias=True)

@@ -9,6 +9,7 @@ nothing, and generates nothing.
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -32,19 +33,22 @@ class ChosenRows(Sequence[Row]):
     def __getitem__(self, index: Any) -> Any:
         return self._dataset[self._row_ids[index]]
 
-    def after(self, index: int) -> Iterator[tuple[int, Row]]:
-        """Number and row of all others in the dataset, from the one behind a chosen row on."""
-        length = len(self._dataset)
+    def others(self, start: int) -> Iterator[tuple[int, Row]]:
+        """Number and row of those of the dataset that are not chosen, from the one behind row `start` on."""
+        length, chosen = len(self._dataset), set(self._row_ids)
         for step in range(1, length):
-            row_id = (self._row_ids[index] + step) % length
-            yield row_id, self._dataset[row_id]
+            if (row_id := (start + step) % length) not in chosen:
+                yield row_id, self._dataset[row_id]
 
 
-def rows_after(rows: Sequence[Row], row_ids: Sequence[int], place: int) -> Iterator[tuple[int, Row]]:
-    """Number and row of those that may take the place of one: the next in the dataset, else the others of the round."""
+def stand_ins(rows: Sequence[Row], row_ids: Sequence[int], place: int) -> Iterator[tuple[int, Row]]:
+    """Number and row of those that may take the place of one in a round.
+
+    They are other rows of the dataset, every place its own, so that no two places take the same; after them, and of a
+    stream, which cannot be asked for other rows, they are the others of the round. All processes get the same.
+    """
     if isinstance(rows, ChosenRows):
-        yield from rows.after(place)
-        return
+        yield from islice(rows.others(row_ids[0]), place, None, len(rows))
     for step in range(1, len(rows)):
         other = (place + step) % len(rows)
         yield row_ids[other], rows[other]

@@ -5,7 +5,7 @@ All of it works on lists of `Rollout` and on plain numbers gathered from all pro
 
 import logging
 import math
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,48 +58,64 @@ def share_of(num_prompts: int, num_generations: int, rank: int, world_size: int)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoded:
-    """The prompts of some shares, with the rows that they come from.
+    """The prompts of some shares, with the rows that they come from; each has one entry for each share.
 
     Attributes:
-        num_skipped: rows that were too long, and in whose place the next ones are.
+        num_skipped: rows that were left out because their prompts were too long.
     """
 
+    shares: tuple[Share, ...]
     prompts: tuple[Prompt, ...]
     rows: tuple[Row, ...]
     row_ids: tuple[int, ...]
-    num_skipped: int
+    num_skipped: int = 0
 
 
 def encode(
-    adapter: ProcessorAdapter, rows: Sequence[Row], row_ids: Sequence[int], shares: Sequence[Share], *, skip: bool
+    adapter: ProcessorAdapter,
+    rows: Sequence[Row],
+    row_ids: Sequence[int],
+    shares: Sequence[Share],
+    *,
+    skip: bool = False,
+    replace: bool = True,
 ) -> Encoded:
     """Encode the rows of a round that belong to some shares.
 
     Args:
-        skip: put the row that comes next in the dataset (in a stream: in the round) in the place of one whose prompt
-            is too long. All processes find the same one.
+        skip: leave out rows whose prompts are too long.
+        replace: put another row in the place of one that is left out (`data.stand_ins`, the same in all processes);
+            else its share is left out.
 
     Raises:
-        PromptTooLong: a prompt is too long, and it is not to be skipped, or all rows are.
+        PromptTooLong: a prompt is too long, and it is not to be skipped, or there is no other row that fits.
     """
-    found = [(row_ids[share.group], rows[share.group]) for share in shares]
-    next_rows: dict[int, Iterator[tuple[int, Row]]] = {}
+    places = [share.group for share in shares]
+    if not skip:
+        chosen = [rows[place] for place in places]
+        prompts = adapter.encode(chosen, [row_ids[place] for place in places])
+        ids = tuple(row_ids[place] for place in places)
+        return Encoded(shares=tuple(shares), prompts=tuple(prompts), rows=tuple(chosen), row_ids=ids)
+    found: list[tuple[Share, Prompt, Row, int]] = []
     skipped = 0
-    while True:
-        try:
-            prompts = adapter.encode([row for _, row in found], [row_id for row_id, _ in found])
-        except PromptTooLong as error:
-            share = shares[error.index]
-            following = next_rows.setdefault(share.group, data.rows_after(rows, row_ids, share.group))
-            replacement = next(following, None) if skip else None
-            if replacement is None:
-                raise
-            logger.warning("%s; skipped, and row %d takes its place", error, replacement[0])
-            found[error.index] = replacement
-            skipped += share.first
-            continue
-        ids, kept = tuple(row_id for row_id, _ in found), tuple(row for _, row in found)
-        return Encoded(prompts=tuple(prompts), rows=kept, row_ids=ids, num_skipped=skipped)
+    for share in shares:
+        others = data.stand_ins(rows, row_ids, share.group) if replace else iter(())
+        row_id, row = row_ids[share.group], rows[share.group]
+        while True:
+            try:
+                found.append((share, *adapter.encode([row], [row_id]), row, row_id))
+                break
+            except PromptTooLong as error:
+                skipped += share.first
+                logger.warning("skipped: %s", error)
+                other = next(others, None)
+                if other is None and replace:
+                    raise
+            if other is None:
+                break
+            row_id, row = other
+    columns = list(zip(*found, strict=True)) or [(), (), (), ()]
+    return Encoded(shares=columns[0], prompts=columns[1], rows=columns[2], row_ids=columns[3], num_skipped=skipped)
 
 
 def check_lengths(encoded: Encoded, max_new: int, context: int | None) -> None:
@@ -142,10 +158,7 @@ def generate_shares(
 
 
 def assemble(
-    shares: Sequence[Share],
-    encoded: Encoded,
-    completions: Sequence[tuple[Completion, ...]],
-    banned_ids: Container[int] = (),
+    encoded: Encoded, completions: Sequence[tuple[Completion, ...]], banned_ids: Container[int] = ()
 ) -> list[Rollout]:
     """One rollout for each completion, siblings side by side.
 
@@ -161,7 +174,7 @@ def assemble(
     return [
         Rollout(prompt=prompt, completion=completion, row=row, row_id=row_id, group=share.group)
         for share, prompt, group, row, row_id in zip(
-            shares, encoded.prompts, completions, encoded.rows, encoded.row_ids, strict=True
+            encoded.shares, encoded.prompts, completions, encoded.rows, encoded.row_ids, strict=True
         )
         for completion in group
     ]

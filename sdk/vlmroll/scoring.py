@@ -9,7 +9,8 @@ Shapes: B rows, C longest completion, N completion tokens of the batch, H hidden
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def head_of(model: Any) -> Head:
         return getattr(config, name, None) if name in forward else None
 
     return Head(
-        backbone=getattr(base, base.base_model_prefix),
+        backbone=getattr(base, base.base_model_prefix, None) or partial(_before_head, base),
         project=base.get_output_embeddings(),
         scale=(value("logit_scale") or 1.0) / (value("logits_scaling") or 1.0),
         softcap=value("final_logit_softcapping"),
@@ -77,6 +78,22 @@ def head_of(model: Any) -> Head:
 @cache
 def _source_of_forward(kind: type) -> str:
     return inspect.getsource(kind.forward)
+
+
+def _before_head(base: Any, **inputs: Any) -> Any:
+    """The hidden states that a model without a backbone of its own gives its head; the head itself gets none."""
+    found: list[torch.Tensor] = []
+
+    def keep(module: Any, given: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        found.append(given[0])
+        return (given[0][:, :0],)
+
+    hook = base.get_output_embeddings().register_forward_pre_hook(keep)
+    try:
+        base(**inputs)
+    finally:
+        hook.remove()
+    return SimpleNamespace(last_hidden_state=found[0])
 
 
 def check_head(model: Any, batch: PaddedBatch, tolerance: float = 1e-3) -> None:
@@ -91,11 +108,12 @@ def check_head(model: Any, batch: PaddedBatch, tolerance: float = 1e-3) -> None:
     head = head_of(model)
     # Accelerate patches autocast into `forward`; both sides must run in the same precision, the weights' own.
     forward = getattr(model, "_original_forward", model)
-    inputs = batch.model_inputs(batch.pieces[0], dtype=model.dtype)
+    largest = max(batch.pieces, key=lambda piece: len(piece.forward_kwargs))  # pictures, where there are some
+    inputs = batch.model_inputs(largest, dtype=model.dtype)
     with torch.no_grad(), torch.autocast(batch.input_ids.device.type, enabled=False):
         hidden = head.backbone(**inputs, use_cache=False).last_hidden_state[:, -1:]
         ours = head.logits(hidden)
-        theirs = forward(**inputs, use_cache=False, logits_to_keep=1).logits
+        theirs = forward(**inputs, use_cache=False, logits_to_keep=1).logits[:, -1:]  # some keep all, whatever asked
     difference = float((ours - theirs).abs().max())
     tolerance = max(tolerance, 4 * torch.finfo(theirs.dtype).eps)
     if not difference <= tolerance * max(1.0, float(theirs.abs().max())):

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from vlmroll.config import PolicyConfig
-from vlmroll.modeling import Reference, add_adapter, disable_dropout, eval_mode, freeze_vision_tower, load_model
+from vlmroll.modeling import Reference, add_adapter, disable_dropout, freeze_vision_tower, load_model
 from vlmroll.rewards import ModelReward
 from vlmroll_processors.adapter import FamilyAdapter
 from vlmroll_processors.conformance import check
@@ -58,9 +58,13 @@ def prepare(model: Any, args: PolicyConfig, processing_class: Any, peft_config: 
         raise ValueError("the model was not loaded from a folder or hub; give its processor as processing_class")
     refuse_sharding(args)
     if isinstance(processing_class, FamilyAdapter):
-        own = {name: getattr(args, name) for name in ("min_pixels", "max_pixels", "chat_template_kwargs")}
+        names = ("min_pixels", "max_pixels", "chat_template_kwargs", "max_prompt_length")
+        own = {name: getattr(args, name) for name in names}
+        own["long_prompts"] = args.long_prompts if args.long_prompts == "shrink" else None
         if given := [name for name, value in own.items() if value is not None]:
             raise ValueError(f"{given[0]} is set and processing_class is an adapter too; give it to load_adapter")
+        if args.long_prompts == "skip" and processing_class.max_prompt_length is None:
+            raise ValueError("long_prompts='skip', and the adapter has no max_prompt_length; give it to load_adapter")
         adapter = processing_class
     else:
         adapter = load_adapter(
@@ -81,8 +85,6 @@ def prepare(model: Any, args: PolicyConfig, processing_class: Any, peft_config: 
         )
     if adapter.family.slot and not hasattr(model.config, "vision_config"):
         raise ValueError(f"{type(model).__name__} takes no pictures; give its tokenizer as processing_class")
-    if adapter.family.inferred:
-        check_family(model, adapter)
     if peft_config is not None or hasattr(model, "peft_config"):
         model = add_adapter(model, peft_config, gradient_checkpointing=args.gradient_checkpointing)
     if args.disable_dropout:
@@ -117,14 +119,15 @@ def prompt_limit(model: Any, args: PolicyConfig) -> int | None:
     Raises:
         ValueError: the longest completion leaves no room for a prompt.
     """
-    if args.max_prompt_length is not None or (context := context_length(model)) is None:
+    if (context := context_length(model)) is None:
         return args.max_prompt_length
     if context <= args.max_completion_length:
         raise ValueError(
             f"max_completion_length={args.max_completion_length} leaves no room for a prompt in the model's {context} "
             "positions; lower it"
         )
-    return context - args.max_completion_length
+    room = context - args.max_completion_length
+    return room if args.max_prompt_length is None else min(room, args.max_prompt_length)
 
 
 def check_family(model: Any, adapter: Any) -> None:
@@ -133,9 +136,8 @@ def check_family(model: Any, adapter: Any) -> None:
     Raises:
         ValueError: the rules do not fit the model.
     """
-    tolerance = 1e-4 if model.dtype == torch.float32 else 5e-2
-    with eval_mode(model):
-        check(adapter, model, tolerance=tolerance).raise_for_failures()
+    logger.info("trying the rules of %s on the model, with pictures and without", adapter.family.name)
+    check(adapter, model, tolerance=1e-4 if model.dtype == torch.float32 else 5e-2).raise_for_failures()
 
 
 def context_length(model: Any) -> int | None:

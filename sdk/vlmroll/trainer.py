@@ -102,6 +102,8 @@ class PolicyTrainer(RoundTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
+        if parts.adapter.family.inferred:
+            setup.check_family(parts.model, parts.adapter)
 
     def compute_advantages(self, rewards: torch.Tensor, kl: torch.Tensor, num_generations: int) -> torch.Tensor:
         """Advantages [N] of a round from its rewards [N, F] and the KL of each completion to the reference [N]."""
@@ -121,12 +123,15 @@ class PolicyTrainer(RoundTrainer):
         shares = rollouts.share_of(len(rows), num_generations, rank, world_size)
         with metrics.timed("encode"):
             skip = self.args.long_prompts == "skip"
-            encoded = rollouts.encode(self.adapter, rows, row_ids, shares, skip=skip)
+            encoded = rollouts.encode(self.adapter, rows, row_ids, shares, skip=skip, replace=mode == "train")
+        shares = encoded.shares
         metrics.add("sum", "prompts/num_skipped", float(encoded.num_skipped))
+        if skip and not any(gather_object([len(shares)])):
+            return []
         rollouts.check_lengths(encoded, self.args.max_completion_length, self._context)
         with metrics.timed("transformers.generate"), self.accelerator.autocast():
             completions = rollouts.generate_shares(self.generator, encoded.prompts, self._sampling(seed), shares)
-        found = rollouts.assemble(shares, encoded, completions, self.generator.banned_ids)
+        found = rollouts.assemble(encoded, completions, self.generator.banned_ids)
         texts = [self.adapter.decode(rollout.completion.completion_ids) for rollout in found]
         with metrics.timed("_calculate_rewards"):
             found = self.rewards.score(found, texts, self.state, metrics)

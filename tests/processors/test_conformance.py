@@ -236,7 +236,7 @@ IDS: dict[str, tuple[str, Callable[[], Family], Mapping[str, str]]] = {
         lambda: without_ids("lfm2_vl", "<|img_row_2_col_1|>"),
         {VISION: "may be sampled: <|img_row_2_col_1|>"},
     ),
-    "a marker that no name gives away": (
+    "a marker around a picture": (
         "idefics2",
         lambda: without_ids("idefics2", "<fake_token_around_image>"),
         {VISION: "may be sampled: <fake_token_around_image>"},
@@ -317,6 +317,18 @@ def test_rows_that_depend_on_those_before_are_found() -> None:
     report = check(FamilyAdapter(tiny("llava").processor, growing("llava")))
     words = {outcome.name: outcome.detail for outcome in report.failures}
     assert "the ids of a prompt with 1 pictures depend on the rows around it" in words[ORDER]
+
+
+def test_a_marker_that_no_name_gives_away_is_found() -> None:
+    own = family("gemma3")
+
+    def read(family: Family, processor: Any, pictures: Sequence[Sized]) -> Features:
+        found = own.read(family, processor, pictures)
+        return replace(found, texts=tuple(f"<end_of_turn>{text}" for text in found.texts))
+
+    report = check(FamilyAdapter(tiny("gemma3").processor, replace(own, read=read)))
+    words = {outcome.name: outcome.detail for outcome in report.failures}
+    assert_fails(words, {JOINED: "input_ids has the shape", VISION: "may be sampled: <end_of_turn>"})
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "llava", "smolvlm", "mllama"])

@@ -18,9 +18,10 @@ from vlmroll_processors import Prompt, PromptTooLong
 PROMPTS = [Prompt(prompt_ids=(5, i), engine_ids=(5, i)) for i in range(8)]
 
 
-def encoded(prompts: Sequence[Prompt], row_ids: Sequence[int]) -> ro.Encoded:
+def encoded(prompts: Sequence[Prompt], row_ids: Sequence[int], shares: Sequence[ro.Share] = ()) -> ro.Encoded:
     rows = tuple({"prompt": row_id - 10} for row_id in row_ids)
-    return ro.Encoded(prompts=tuple(prompts), rows=rows, row_ids=tuple(row_ids), num_skipped=0)
+    shares = shares or [ro.Share(group=i, count=1) for i in range(len(prompts))]
+    return ro.Encoded(shares=tuple(shares), prompts=tuple(prompts), rows=rows, row_ids=tuple(row_ids))
 
 
 def rollout(length: int = 2, finish: FinishReason = "stop", **more: Any) -> Rollout:
@@ -54,7 +55,7 @@ def test_shares_are_generated_in_their_own_order(num_prompts: int, num_generatio
             for prompt in given_prompts
             for _ in range(count)
         ]
-        found = ro.assemble(shares, encoded(prompts, [share.group + 10 for share in shares]), completions)
+        found = ro.assemble(encoded(prompts, [share.group + 10 for share in shares], shares), completions)
         for one in found:
             owner, _ = asked[one.completion.completion_ids[0]]
             assert one.prompt is owner is PROMPTS[one.group]
@@ -100,39 +101,44 @@ class Measured:
     def encode(self, rows: Sequence[Any], row_ids: Sequence[int] | None = None) -> list[Prompt]:
         for index, row in enumerate(rows):
             if len(row["prompt"].split()) > 3:
-                raise PromptTooLong(f"row {(row_ids or [])[index]}: too long", index)
+                raise PromptTooLong(f"row {(row_ids or [])[index]}: too long")
         return [PROMPTS[len(row["prompt"].split())] for row in rows]
 
 
 LONG, SHORT = {"prompt": "a b c d"}, {"prompt": "a"}
-DATASET = [SHORT, LONG, LONG, {"prompt": "a b"}, LONG, SHORT]
+DATASET = [SHORT, LONG, LONG, {"prompt": "a b"}, LONG, SHORT, SHORT, LONG]
+TOO_LONG = {1, 2, 4, 7}
 
 
-def skipping(row_ids: Sequence[int], shares: Sequence[ro.Share], rows: Any = None) -> ro.Encoded:
+def skipping(row_ids: Sequence[int], shares: Sequence[ro.Share], rows: Any = None, **options: Any) -> ro.Encoded:
     chosen = data.ChosenRows(DATASET, row_ids) if rows is None else rows
-    return ro.encode(Measured(), chosen, row_ids, shares, skip=True)  # pyright: ignore[reportArgumentType]
+    options = {"skip": True, **options}
+    return ro.encode(Measured(), chosen, row_ids, shares, **options)  # pyright: ignore[reportArgumentType]
 
 
-def test_the_next_row_takes_the_place_of_one_that_is_too_long() -> None:
+def test_another_row_takes_the_place_of_one_that_is_too_long() -> None:
+    # The rows that are not in the round are 2, 3, 6, 7, 0: the first place may have 2 and 7, the second 3 and 0.
     shares = [ro.Share(group=i, count=2) for i in range(3)]
     found = skipping([1, 5, 4], shares)
-    assert found.row_ids == (3, 5, 5), "1 and 2 are too long; 4 is, and 5 comes next"
-    assert [row["prompt"] for row in found.rows] == ["a b", "a", "a"]
-    assert found.prompts == (PROMPTS[2], PROMPTS[1], PROMPTS[1])
-    assert found.num_skipped == 3
+    assert found.row_ids == (5, 5, 6), "2 and 7 are too long as well, so the round's own rows come next"
+    assert [row["prompt"] for row in found.rows] == ["a", "a", "a"]
+    assert found.prompts == (PROMPTS[1],) * 3
+    assert (found.shares, found.num_skipped) == (tuple(shares), 4)
 
 
-@given(st.permutations(range(6)), st.integers(1, 4), st.integers(1, 5))
+@given(st.permutations(range(8)), st.integers(1, 4), st.integers(1, 5))
 def test_all_processes_skip_alike_and_count_once(order: list[int], num_generations: int, world_size: int) -> None:
     row_ids = order[:4]
     alone = skipping(row_ids, ro.share_of(4, num_generations, 0, 1))
+    assert not TOO_LONG.intersection(alone.row_ids)
+    new = [row_id for row_id in alone.row_ids if row_id not in row_ids]
+    assert len(set(new)) == len(new), "no two places take the same"
     total = 0
     for rank in range(world_size):
         shares = ro.share_of(4, num_generations, rank, world_size)
-        if shares:
-            found = skipping(row_ids, shares)
-            assert list(found.row_ids) == [alone.row_ids[share.group] for share in shares]
-            total += found.num_skipped
+        found = skipping(row_ids, shares)
+        assert list(found.row_ids) == [alone.row_ids[share.group] for share in shares]
+        total += found.num_skipped
     assert total == alone.num_skipped
 
 
@@ -141,20 +147,27 @@ def test_in_a_stream_another_row_of_the_round_takes_the_place() -> None:
     assert (found.row_ids, found.num_skipped) == ((10,), 2)
 
 
+def test_without_a_stand_in_the_share_is_left_out() -> None:
+    shares = [ro.Share(group=0, count=1), ro.Share(group=1, count=3)]
+    found = skipping([10, 11], shares, rows=(LONG, SHORT), replace=False)
+    assert (found.shares, found.row_ids, found.num_skipped) == ((shares[1],), (11,), 1)
+    nothing = skipping([10], shares[:1], rows=(LONG,), replace=False)
+    assert (nothing.shares, nothing.prompts, nothing.num_skipped) == ((), (), 1)
+
+
 def test_nothing_is_skipped_when_all_rows_are_too_long_or_it_is_not_asked_for() -> None:
     shares = [ro.Share(group=0, count=1)]
     with pytest.raises(PromptTooLong, match="row 11: too long"):
         skipping([10, 11], shares, rows=(LONG, LONG))
     with pytest.raises(PromptTooLong, match="row 1: too long"):
-        ro.encode(Measured(), data.ChosenRows(DATASET, [1]), [1], shares, skip=False)  # pyright: ignore
+        skipping([1], shares, skip=False)
 
 
 def test_a_completion_with_a_banned_id_is_refused_by_its_row() -> None:
     one = rollout(2)
-    share = ro.Share(group=0, count=1)
     banned = {one.completion.completion_ids[0]}
     with pytest.raises(ValueError, match="row 17: the generator sampled the id"):
-        ro.assemble([share], encoded([one.prompt], [17]), [(one.completion,)], banned)
+        ro.assemble(encoded([one.prompt], [17]), [(one.completion,)], banned)
 
 
 def test_calls_of_one_round_draw_different_random_numbers() -> None:

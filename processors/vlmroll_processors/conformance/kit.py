@@ -1,6 +1,7 @@
 """Runs the checks and puts what they find into a report."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from vlmroll_processors.adapter import FamilyAdapter
 from vlmroll_processors.conformance import checks, with_model
 from vlmroll_processors.conformance.probes import KINDS, Probe, probe
 from vlmroll_processors.conformance.report import Outcome, Report
+from vlmroll_processors.families import Family
 
 # What processors and models raise for inputs that do not fit; a check that ends in one of them has failed.
 _MISFITS = (
@@ -36,8 +38,10 @@ _WITH_MODEL: dict[str, Callable[..., checks.Problems]] = {
     "as generated": with_model.as_generated,
     "pixels matter": with_model.pixels_matter,
 }
-CHECKS = (*_WITHOUT_MODEL, *_WITH_MODEL)
+ENCODED = "rows are encoded"
+CHECKS = (ENCODED, *_WITHOUT_MODEL, *_WITH_MODEL)
 """Names of all checks."""
+_MOST_TOKENS = 8192
 
 
 def check(adapter: FamilyAdapter, model: Any = None, *, tolerance: float = 1e-4) -> Report:
@@ -45,7 +49,8 @@ def check(adapter: FamilyAdapter, model: Any = None, *, tolerance: float = 1e-4)
 
     Args:
         adapter: what `load_adapter` returns; its pixel budget and length limit are left aside.
-        model: a model for it, of any size; without one the checks that need logits are not run.
+        model: a model for it, of any size; without one the checks that need logits are not run. It runs in eval mode,
+            for a few short prompts, and is left as it was.
         tolerance: of logits, relative to the largest; 1e-4 suits float32, 3e-2 bfloat16.
 
     Returns:
@@ -54,8 +59,13 @@ def check(adapter: FamilyAdapter, model: Any = None, *, tolerance: float = 1e-4)
     Example:
         >>> print(check(load_adapter("assets/tiny-vl")))  # doctest: +SKIP
     """
-    config = getattr(model, "config", None) or adapter.config
-    plain = FamilyAdapter(adapter.processor, adapter.family, config=config)
+    family = adapter.family
+    plain = FamilyAdapter(
+        adapter.processor,
+        family,
+        config=getattr(model, "config", None) or adapter.config,
+        chat_template_kwargs=adapter.chat_template_kwargs,
+    )
     abilities: dict[str, str] = {}
     found: list[Probe] = []
     for kind, rows in KINDS.items():
@@ -64,24 +74,54 @@ def check(adapter: FamilyAdapter, model: Any = None, *, tolerance: float = 1e-4)
             abilities[kind] = "yes"
         except _MISFITS as error:
             abilities[kind] = f"no: {_words(error)}"
-    apart = len({probe.prompt.batch_key for probe in found}) > 1
-    abilities["mixed batch"] = "yes, with a forward pass for each number of pictures" if apart else "yes"
-    outcomes = [_run(name, work, plain, found) for name, work in _WITHOUT_MODEL.items()]
-    for name, work in _WITH_MODEL.items():
-        if model is None:
-            outcomes.append(Outcome(name=name, result="not run", detail="needs a model"))
-        else:
-            outcomes.append(_run(name, work, plain, found, _in_eval_mode(model), tolerance))
+    abilities["mixed batch"] = abilities["text only"]
+    if abilities["mixed batch"] == "yes" and len({probe.prompt.batch_key for probe in found}) > 1:
+        abilities["mixed batch"] = "yes, with a forward pass for each number of pictures"
+    outcomes = [_encoded(family, abilities)]
+    outcomes += [_run(name, work, plain, found) for name, work in _WITHOUT_MODEL.items()]
+    if model is None:
+        outcomes += [Outcome(name=name, result="not run", detail="needs a model") for name in _WITH_MODEL]
+    else:
+        few = _affordable(found)
+        with _eval_mode(model):
+            outcomes += [_run(name, work, plain, few, model, tolerance) for name, work in _WITH_MODEL.items()]
     return Report(
-        family=adapter.family.name,
+        family=family.name,
         processor=type(adapter.processor).__name__,
         abilities=abilities,
         outcomes=tuple(outcomes),
     )
 
 
-def _in_eval_mode(model: Any) -> Any:
-    return model.eval() if isinstance(model, torch.nn.Module) else model
+def _encoded(family: Family, abilities: Mapping[str, str]) -> Outcome:
+    """Whether all kinds of rows that the family is to take were encoded."""
+    refused = {"text only"} if family.min_pictures else set[str]()
+    refused |= {"video"} if not family.video_slot else set[str]()
+    refused |= {"one picture", "many pictures"} if not family.slot else set[str]()
+    faults = [f"{kind}: {abilities[kind]}" for kind in KINDS if kind not in refused and abilities[kind] != "yes"]
+    return Outcome(name=ENCODED, result="failed" if faults else "passed", detail="; ".join(faults))
+
+
+def _affordable(found: Sequence[Probe]) -> list[Probe]:
+    """The first probe of each kind, and of the others as many as a large model can be asked to run."""
+    chosen: list[Probe] = []
+    for one in found:
+        new = one.kind not in {other.kind for other in chosen}
+        if new or sum(other.prompt.num_tokens for other in chosen) + one.prompt.num_tokens <= _MOST_TOKENS:
+            chosen.append(one)
+    return chosen
+
+
+@contextlib.contextmanager
+def _eval_mode(model: Any) -> Generator[None]:
+    was = {module: module.training for module in model.modules()} if isinstance(model, torch.nn.Module) else {}
+    for module in was:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, training in was.items():
+            module.training = training
 
 
 def _run(

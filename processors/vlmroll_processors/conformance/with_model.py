@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -16,14 +17,16 @@ NEW_TOKENS = 3
 
 
 def _logits(model: Any, batch: PaddedBatch) -> list[torch.Tensor]:
-    """[tokens, V] of each row's own tokens."""
+    """[C + 1, V] of the last token of each row's prompt and of the C tokens of its own completion."""
     found: dict[int, torch.Tensor] = {}
+    keep = batch.completion_mask.shape[1] + 1
+    options = {"logits_to_keep": keep} if "logits_to_keep" in signature(model.forward).parameters else {}
     for piece in batch.pieces:
         inputs = batch.model_inputs(piece, dtype=model.dtype)
         with torch.no_grad():
-            logits = model(**_on_device(inputs, model), use_cache=False).logits.float().cpu()
-        masks = batch.attention_mask[list(piece.rows)].bool()
-        found |= {row: part[mask] for row, part, mask in zip(piece.rows, logits, masks, strict=True)}
+            logits = model(**_on_device(inputs, model), use_cache=False, **options).logits[:, -keep:].float().cpu()
+        lengths = batch.completion_mask[list(piece.rows)].sum(1).tolist()
+        found |= {row: part[: n + 1] for row, part, n in zip(piece.rows, logits, lengths, strict=True)}
     return [found[row] for row in range(len(batch.input_ids))]
 
 
@@ -53,7 +56,7 @@ def batch_changes_nothing(adapter: FamilyAdapter, probes: Sequence[Probe], model
     together = _logits(model, collate(prompts, completions, pad_token_id=adapter.pad_token_id))
     for prompt, completion, row in zip(prompts, completions, together, strict=True):
         (alone,) = _logits(model, collate([prompt], [completion], pad_token_id=adapter.pad_token_id))
-        if (off := _off(row, alone, tolerance)) > 1:
+        if not (off := _off(row, alone, tolerance)) <= 1:
             yield f"logits of a row with {describe(prompt)} move by {off * tolerance:.1e} in a batch"
 
 
@@ -70,7 +73,7 @@ def as_generated(adapter: FamilyAdapter, probes: Sequence[Probe], model: Any, to
         theirs = torch.cat([step.float().cpu() for step in output.logits])
         completion = output.sequences[0, -NEW_TOKENS:].tolist()
         (row,) = _logits(model, collate([prompt], [completion], pad_token_id=adapter.pad_token_id))
-        if (off := _off(row[-NEW_TOKENS - 1 : -1], theirs, tolerance)) > 1:
+        if not (off := _off(row[:-1], theirs, tolerance)) <= 1:
             yield f"logits of a row with {describe(prompt)} differ by {off * tolerance:.1e} from generate's"
 
 
@@ -98,7 +101,7 @@ def pixels_matter(adapter: FamilyAdapter, probes: Sequence[Probe], model: Any, t
             for name, tensor in batch.forward_kwargs.items()
         }
         other = replace(batch, pieces=(Piece(rows=(0,), forward_kwargs=kwargs),))
-        if _off(_logits(model, other)[0][-1], _logits(model, batch)[0][-1], tolerance) <= 1:
+        if not _off(_logits(model, other)[0], _logits(model, batch)[0], tolerance) > 1:
             yield f"the pixels of a row with {describe(probe.prompt)} change nothing"
 
 

@@ -13,6 +13,8 @@ from vlmroll_processors.types import Join, JoinKind
 from vlmroll_processors.videos import Clip
 
 Tensors = Mapping[str, torch.Tensor]
+QWEN_TOKENS = r"<\|(vision|image|video|audio)_(start|end|pad)\|>"
+"""Tokens for media in Qwen's vocabularies, which models of other families took over."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,8 +124,8 @@ class Family:
         video_feature: the same for videos; `video_slot` unless given.
         written: how one picture is written in a plain string; `slot` unless given.
         video_written: the same for videos.
-        vision_tokens: regular expression; tokens of the vocabulary that match it fully are never sampled, and refused
-            in texts.
+        vision_tokens: regular expression; added tokens of the tokenizer that match it fully are never sampled, and
+            refused in texts.
         join: how each forward kwarg joins a batch.
         drop: names that the processor returns and the model does not need.
         vision_modules: names of the submodules that turn pixels into features.
@@ -172,10 +174,10 @@ class Family:
         """How one medium of a kind is written in a plain string."""
         return (self.written if kind == "image" else self.video_written) or self.slot_of(kind)
 
-    def vision_ids(self, vocabulary: Mapping[str, int]) -> dict[str, int]:
-        """The tokens of a vocabulary that no completion may hold, with their ids."""
+    def vision_ids(self, added: Mapping[str, int]) -> dict[str, int]:
+        """Of a tokenizer's added tokens, with their ids, those that no completion may hold."""
         pattern = re.compile(self.vision_tokens)
-        return {token: i for token, i in vocabulary.items() if self.vision_tokens and pattern.fullmatch(token)}
+        return {token: i for token, i in added.items() if self.vision_tokens and pattern.fullmatch(token)}
 
     def keep(self, output: Mapping[str, Any]) -> Tensors:
         """Of a processor's output what belongs to the pictures themselves.

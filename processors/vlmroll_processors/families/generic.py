@@ -15,8 +15,10 @@ from PIL import Image
 from vlmroll_processors.families.base import Family
 from vlmroll_processors.types import Join, JoinKind
 
-VISION_WORDS = re.compile(r"image|img|vision|video|audio|tile|patch|media|_col_", re.IGNORECASE)
-"""What the special tokens that stand for pictures are usually called."""
+VISION_WORDS = re.compile(
+    r"[<\[].*(?<![a-z])(image|img|vision|video|audio|tile|patch|media|col_\d+)(?![a-z]).*[>\]]", re.IGNORECASE
+)
+"""What the special tokens that stand for pictures are usually called: such a word in brackets."""
 
 Output = Mapping[str, Any]
 
@@ -41,7 +43,11 @@ def infer_family(processor: Any) -> Family:
     shown = Counter(i for text in texts for i in processor.tokenizer(text, add_special_tokens=False)["input_ids"])
     if not (marked := [i for i, _ in shown.most_common() if i in added]):
         raise ValueError(f"{name} writes no special token for a picture")
-    reserved = {slot, *(added[i] for i in marked), *(token for token in added.values() if VISION_WORDS.search(token))}
+    reserved = {
+        slot,
+        *(added[i] for i in marked),
+        *(token for token in added.values() if VISION_WORDS.fullmatch(token)),
+    }
     names = both.keys() - {"input_ids", "attention_mask"}
     return Family(
         name=name,

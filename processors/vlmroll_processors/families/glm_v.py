@@ -8,7 +8,7 @@ GLM_V = Family(
     processors=("Glm4vProcessor", "Glm46VProcessor"),
     slot="<|image|>",
     written="<|begin_of_image|><|image|><|end_of_image|>",
-    vision_tokens=r"<\|((begin|end)_of_)?(image|video)\|>",
+    vision_tokens=r"<\|((begin|end)_of_)?(image|video|audio)\|>",
     join=PATCHES,
     more=grid_positions,
 )

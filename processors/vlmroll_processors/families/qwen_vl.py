@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from vlmroll_processors.families.base import Family
+from vlmroll_processors.families.base import QWEN_TOKENS, Family
 from vlmroll_processors.families.positions import PATCHES, grid_positions
 from vlmroll_processors.families.qwen_reading import read_picture, read_video
 from vlmroll_processors.types import Join, JoinKind
@@ -14,7 +14,7 @@ QWEN_VL = Family(
     video_slot="<|video_pad|>",
     written="<|vision_start|><|image_pad|><|vision_end|>",
     video_written="<|vision_start|><|video_pad|><|vision_end|>",
-    vision_tokens=r"<\|(vision_start|vision_end|vision_pad|image_pad|video_pad)\|>",
+    vision_tokens=QWEN_TOKENS,
     join={**PATCHES, "pixel_values_videos": Join(kind=JoinKind.ROWS), "video_grid_thw": Join(kind=JoinKind.ROWS)},
     drop=("video_metadata", "second_per_grid_ts"),
     read=read_picture,

@@ -26,9 +26,9 @@ class ImageOptions:
     )
     long_prompts: str = option(
         "raise",
-        help="What becomes of a prompt that is too long. raise: the run stops and names the row; skip: the next row "
-        "of the dataset takes its place, and prompts/num_skipped counts it; shrink: its pictures get fewer pixels, "
-        "and the run stops when that cannot help.",
+        help="What becomes of a prompt that is too long. raise: the run stops and names the row; skip: another row of "
+        "the dataset takes its place (in evaluation none does), and prompts/num_skipped counts it; shrink: its "
+        "pictures get fewer pixels, and the run stops when that cannot help.",
         new=True,
     )
 

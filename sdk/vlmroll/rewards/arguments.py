@@ -31,12 +31,13 @@ def columns_of(rollouts: Sequence[Rollout], texts: Sequence[str]) -> dict[str, l
     columns["prompts"] = [own(rollout.row["prompt"]) for rollout in rollouts]
     columns["completions"] = [completion_of(r.row["prompt"], text) for r, text in zip(rollouts, texts, strict=True)]
     columns["completion_ids"] = [list(rollout.completion.completion_ids) for rollout in rollouts]
-    columns["images"] = [Pictures(rollout.prompt.images) for rollout in rollouts]
+    pictures = {id(rollout.prompt): Pictures(rollout.prompt.images) for rollout in rollouts}
+    columns["images"] = [pictures[id(rollout.prompt)] for rollout in rollouts]
     return columns
 
 
 class Pictures(Sequence[Image.Image]):
-    """The pictures of a prompt, each decoded when a function asks for it: most functions never do."""
+    """The pictures of a prompt, each decoded when a function asks for it: those that take `**kwargs` seldom do."""
 
     def __init__(self, pictures: Sequence[Picture]) -> None:
         self._pictures = pictures
@@ -93,6 +94,13 @@ def accepted(name: str, function: Callable[..., Any], given: Mapping[str, Any]) 
             f"reward function {name!r} asks for {missing[0]!r}, which is no column of the rows; there are "
             f"{', '.join(sorted(given))}"
         )
-    if len(named) < len(parameters):
-        return dict(given)
-    return {parameter.name: given[parameter.name] for parameter in named if parameter.name in given}
+    arguments = {parameter.name: given[parameter.name] for parameter in named if parameter.name in given}
+    if "images" in arguments:
+        arguments["images"] = _decoded(arguments["images"])
+    return arguments if len(named) == len(parameters) else {**given, **arguments}
+
+
+def _decoded(images: Sequence[Sequence[Image.Image]]) -> list[list[Image.Image]]:
+    """The pictures as plain lists, each prompt's decoded once."""
+    once = {id(pictures): list(pictures) for pictures in images}
+    return [list(once[id(pictures)]) for pictures in images]
