@@ -54,15 +54,14 @@ def assemble(
     by_kind = {kind: [(m, s) for m, s in zip(media, spans, strict=True) if m.kind == kind] for kind in KINDS}
     kwargs = joined(family.join, [unit.features.kwargs for unit in units])
     kwargs |= _marks(family.join, len(prompt_ids), [m.kind for m in media], places)
-    kwargs |= family.more(
-        Whole(
-            processor=processor,
-            config=config,
-            num_tokens=len(prompt_ids),
-            places=places,
-            media=[unit.features.kwargs for unit in units],
-        )
+    whole = Whole(
+        processor=processor,
+        config=config,
+        num_tokens=len(prompt_ids),
+        places=places,
+        media=[unit.features.kwargs for unit in units],
     )
+    kwargs |= _more(family, whole, where=where)
     return Prompt(
         prompt_ids=tuple(prompt_ids),
         engine_ids=tuple(engine_ids),
@@ -133,6 +132,13 @@ def _places(
         )
     ends = torch.tensor(counts, dtype=torch.long).cumsum(0).tolist()
     return [found[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+def _more(family: Family, whole: Whole, *, where: str) -> Tensors:
+    try:
+        return family.more(whole)
+    except ValueError as error:
+        raise ValueError(f"{where}, column 'prompt': {error}") from error
 
 
 def joined(join: Mapping[str, Join], parts: Sequence[Tensors]) -> dict[str, torch.Tensor]:

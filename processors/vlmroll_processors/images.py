@@ -132,7 +132,7 @@ def resized(image: Image.Image, keys: Mapping[str, int]) -> Image.Image:
     if low > high:
         raise ValueError(f"min_pixels={low} is above max_pixels={high}")
     size = keys.get("resized_width", image.width), keys.get("resized_height", image.height)
-    if size == image.size and not low <= pixels <= high:
+    if "resized_width" not in keys and not low <= pixels <= high:
         scale = math.sqrt((high if pixels > high else low) / pixels)
         whole = math.floor if pixels > high else math.ceil
         size = max(1, whole(image.width * scale)), max(1, whole(image.height * scale))

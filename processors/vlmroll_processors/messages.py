@@ -6,6 +6,8 @@ find their slots is told in `vlmroll_processors.media`.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, cast
 
 from vlmroll_processors.media import (
@@ -42,10 +44,12 @@ class Chat:
     media: tuple[Medium, ...] = ()
 
     def texts(self) -> Iterator[str]:
-        """Every piece of text that came from the row."""
+        """Every run of text that came from the row; parts that stand side by side are one."""
         yield from self.segments
         for message in self.messages or ():
-            yield from (part["text"] for part in message.get("content", ()) if part["type"] == "text")
+            for kind, parts in groupby(message.get("content", ()), key=itemgetter("type")):
+                if kind == "text":
+                    yield "".join(part["text"] for part in parts)
 
 
 def read_row(row: Row, *, where: str) -> Chat:

@@ -131,7 +131,7 @@ def engine_ids_expand(adapter: FamilyAdapter, probes: Sequence[Probe]) -> Proble
     family, tokenizer = adapter.family, adapter.tokenizer
     for probe in probes:
         prompt = probe.prompt
-        for kind in dict.fromkeys(("image", *probe.media)):
+        for kind in dict.fromkeys(("image", *probe.media) if family.slot else ()):
             slots = prompt.engine_ids.count(tokenizer.convert_tokens_to_ids(family.slot_of(kind)))
             if slots != (wanted := probe.media.count(kind)):
                 yield f"{slots} {kind} slots in engine_ids for {wanted}"
@@ -164,6 +164,7 @@ def vision_ids_are_complete(adapter: FamilyAdapter, probes: Sequence[Probe]) -> 
         for text in probe.texts:
             ids = adapter.tokenizer(text, add_special_tokens=False)["input_ids"]
             wanted.update(i for i in ids if i in added)
-    slot = adapter.tokenizer.convert_tokens_to_ids(adapter.family.slot)
-    if missing := sorted(added[i] for i in {*wanted, slot} - adapter.vision_ids):
+    if adapter.family.slot:
+        wanted.add(adapter.tokenizer.convert_tokens_to_ids(adapter.family.slot))
+    if missing := sorted(added[i] for i in wanted - adapter.vision_ids):
         yield f"may be sampled: {', '.join(missing)}"

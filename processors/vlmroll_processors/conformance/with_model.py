@@ -64,11 +64,10 @@ def as_generated(adapter: FamilyAdapter, probes: Sequence[Probe], model: Any, to
     """Scoring prompt and completion at once gives the logits that the model's own `generate` had at each token."""
     for probe in probes:
         prompt = probe.prompt
-        inputs = {
-            name: value
-            for name, value in processor_output(adapter, [prompt]).items()
-            if name not in adapter.family.drop
-        }
+        # All that the model takes, also what the family drops: that may be a fault.
+        takes = signature(model.forward).parameters.keys() - {"labels"}
+        output = processor_output(adapter, [prompt])
+        inputs = {name: output[name] for name in output if name in takes or name not in adapter.family.drop}
         output = model.generate(**_on_device(inputs, model), generation_config=_greedy(model, adapter))
         theirs = torch.cat([step.float().cpu() for step in output.logits])
         completion = output.sequences[0, -NEW_TOKENS:].tolist()
