@@ -356,15 +356,16 @@ def test_a_prompt_of_just_the_longest_length_is_taken() -> None:
     length = adapter("qwen2_5_vl").encode([LONG])[0].num_tokens
     (prompt,) = load_adapter(tiny("qwen2_5_vl").processor, max_prompt_length=length).encode([LONG])
     assert prompt.num_tokens == length
-    with pytest.raises(PromptTooLong, match=rf"^row 7, column 'prompt': it has {length} tokens \(28 of pictures\)"):
+    with pytest.raises(
+        PromptTooLong, match=rf"^row 7, column 'prompt': it has {length} tokens \(28 of pictures and videos\)"
+    ):
         load_adapter(tiny("qwen2_5_vl").processor, max_prompt_length=length - 1).encode([LONG], [7])
 
 
 def test_a_prompt_that_is_too_long_tells_its_place_among_the_rows() -> None:
     limited = load_adapter(tiny("qwen2_5_vl").processor, max_prompt_length=30)
-    with pytest.raises(PromptTooLong, match=r"^row 9, .* at most 30 ") as caught:
+    with pytest.raises(PromptTooLong, match=r"^row 9, .* at most 30 "):
         limited.encode([{"prompt": "hi"}, {"prompt": user("which")}, LONG], [3, 4, 9])
-    assert caught.value.index == 2
 
 
 @qwen

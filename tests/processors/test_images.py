@@ -367,7 +367,6 @@ def test_the_size_of_a_picture_may_be_given() -> None:
     assert resized(image, {"resized_height": 40, "resized_width": 60}) is image
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="its own size is taken for no request")
 def test_the_size_that_a_picture_has_may_be_given() -> None:
     keys = {"resized_height": 40, "resized_width": 60}
     assert resized(picture(60, 40, 0), {**keys, "max_pixels": 100}).size == (60, 40)

@@ -339,7 +339,6 @@ def test_more_or_fewer_video_slots_than_videos_are_refused() -> None:
     assert "0 <video> markers" in refusal({"prompt": "which <image>", "video": FILM})
 
 
-@pytest.mark.xfail(strict=True, reason="the message names no row")
 def test_a_video_that_needs_the_config_is_refused_with_its_place() -> None:
     with pytest.raises(ValueError, match=r"^row 7.*tokens_per_second"):
         load_adapter(tiny("qwen2_5_vl").processor).encode([{"prompt": user("which"), "video": FILM}], [7])
@@ -369,7 +368,7 @@ def test_a_row_without_prompt_is_refused() -> None:
         ({"role": "user"}, "'content' must be"),
         ({"role": "user", "tool_calls": [{"name": "look"}]}, "'content' must be"),
         ({"role": "user", "content": 3}, "got int"),
-        ({"role": "user", "content": "which", "images": [RED]}, "carries a picture under 'images'"),
+        ({"role": "user", "content": "which", "images": [RED]}, "carries a picture or video under 'images'"),
         ("which", "got str"),
         (None, "got NoneType"),
     ],
@@ -414,7 +413,6 @@ def test_reserved_tokens_in_the_text_are_refused(token: str) -> None:
         assert token in refusal({"prompt": prompt})
 
 
-@pytest.mark.xfail(strict=True, raises=pytest.fail.Exception, reason="each part is looked at by itself")
 def test_reserved_tokens_put_together_from_two_parts_are_refused() -> None:
     refusal({"prompt": turns(["an <|vision_", "start|> here"])})
 
