@@ -8,6 +8,7 @@ in exactly one slot or the row is refused; the rule, for pictures and videos ali
 3. Without either, a chat gets its pictures before the text of its first user turn; a plain string is refused.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -191,7 +192,7 @@ def _checked(kind: Kind, keys: Mapping[str, Any], *, where: str) -> Mapping[str,
     for key, value in keys.items():
         whole, start = key in RESIZE_KEYS, key == "video_start"
         number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-        if not number or value < 0 or (value == 0 and not start):
+        if not number or not (0 < value < math.inf or (value == 0 and start)):
             unit = "a whole number of pixels" if whole else "a number"
             raise ValueError(f"{where}: {key} must be {unit}{' of at least' if start else ' above'} 0, got {value!r}")
     if ("resized_height" in keys) != ("resized_width" in keys):
