@@ -1046,7 +1046,7 @@ def test_a_prompt_that_videos_make_too_long_is_refused(name: str, files: dict[st
     for row in long_rows(files["mp4"]):
         length = encode(row, name).num_tokens
         assert limited(name, length, "raise").encode([row])[0].num_tokens == length
-        with pytest.raises(PromptTooLong, match=rf"row 8.*{length} tokens.*\b{length - 1}\b") as caught:
+        with pytest.raises(PromptTooLong, match=rf"row 8.*{length} tokens.*\b{length - 1}\b"):
             limited(name, length - 1, "raise").encode([{"prompt": "2"}, row], [7, 8])
 
 
@@ -1133,10 +1133,11 @@ def test_videos_train_the_vision_tower(files: dict[str, Path], tmp_path: Path) -
 def trimmed(source: Path, target: Path, start: float) -> Path:
     """A stream copy that begins in the middle, as `ffmpeg -ss ... -c copy` makes it: hidden frames, an edit list."""
     with av.open(str(source)) as read, av.open(str(target), "w") as written:
-        stream = read.streams.video[0]
+        stream: Any = read.streams.video[0]
         copied: Any = written.add_stream_from_template(stream)
         offset = int(start / stream.time_base)
-        for packet in read.demux(stream):
+        packets: Any = read.demux(stream)
+        for packet in packets:
             if packet.dts is not None:
                 packet.pts, packet.dts, packet.stream = packet.pts - offset, packet.dts - offset, copied
                 written.mux(packet)
@@ -1217,7 +1218,12 @@ def test_contradicting_pixel_bounds_of_a_video_are_refused() -> None:
 
 def test_a_file_is_decoded_once_for_equal_rows(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     opened, real = list[str](), av.open
-    monkeypatch.setattr(av, "open", lambda path, *args, **options: opened.append(path) or real(path, *args, **options))
+
+    def counting(path: str) -> Any:
+        opened.append(path)
+        return real(path)
+
+    monkeypatch.setattr(av, "open", counting)
     adapter().encode([{"prompt": user("which"), "video": files["mp4"]}] * 8)
     assert len(opened) == 2, "once to count, once to decode"
 
