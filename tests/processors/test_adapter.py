@@ -289,6 +289,23 @@ def test_padding_falls_back_on_the_end_of_sequence() -> None:
         _ = load_adapter(own).pad_token_id
 
 
+def test_an_ordinary_token_that_is_called_like_a_mark_is_only_text() -> None:
+    """Aya's tiles are called TILE, which is a word too."""
+    inner = Tokenizer(
+        models.BPE(
+            {"T": 0, "I": 1, "TI": 2, "L": 3, "E": 4, "LE": 5, "TILE": 6}, [("T", "I"), ("L", "E"), ("TI", "LE")]
+        )
+    )
+    inner.add_special_tokens(["<image>", "<|IMG_PATCH|>", "TILE_1"])
+    aya = FamilyAdapter(
+        PreTrainedTokenizerFast(tokenizer_object=inner), load_adapter(tiny("aya_vision").processor).family
+    )
+    assert aya.vision_ids == set(inner.encode("<image><|IMG_PATCH|>TILE_1").ids)
+    assert aya.encode([{"prompt": "TILE"}])[0].prompt_ids == (6,)
+    with pytest.raises(ValueError, match="reserved TILE_1"):
+        aya.encode([{"prompt": "TILE_1"}])
+
+
 def test_a_tokenizer_without_the_placeholder_is_refused() -> None:
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
     with pytest.raises(ValueError, match=r"lacks the token <\|image_pad\|>"):
@@ -306,7 +323,6 @@ def test_a_processor_of_an_unknown_family_is_refused_by_name() -> None:
 
 def test_a_saved_processor_is_loaded_by_path(tmp_path: Path) -> None:
     copy.deepcopy(tiny("qwen2_5_vl").processor).save_pretrained(tmp_path)  # saving marks the tokenizer
-    tiny("qwen2_5_vl").model.config.save_pretrained(tmp_path)
     (loaded,) = load_adapter(tmp_path).encode(mixed_rows()[:1])
     assert loaded.prompt_ids == encode("qwen2_5_vl")[0].prompt_ids
     assert loaded.forward_kwargs["pixel_values"].equal(encode("qwen2_5_vl")[0].forward_kwargs["pixel_values"])
@@ -385,6 +401,46 @@ def test_pictures_shrink_until_the_prompt_fits(name: str, room: int, low: int) -
     assert 0 < sum(num_patches(prompt)) < sum(num_patches(usual))
     assert [image.sha256 for image in prompt.images] == [image.sha256 for image in usual.images]
     assert all(dict(image.resize)["max_pixels"] for image in prompt.images), "an engine is to shrink them as well"
+
+
+@pytest.mark.parametrize(
+    ("own", "kept"),
+    [
+        ({"max_pixels": 600}, {"max_pixels": 600}),
+        ({"resized_height": 32, "resized_width": 16}, {"resized_height": 32, "resized_width": 16}),
+        ({"resized_height": 80, "resized_width": 96}, None),
+        ({"min_pixels": 3000}, None),
+    ],
+    ids=str,
+)
+def test_shrinking_gives_no_picture_more_than_it_asks_for(own: dict[str, int], kept: dict[str, int] | None) -> None:
+    pictures = [{"image": picture(64, 64, 1), **own}, picture(64, 64, 2), picture(64, 64, 3)]
+    row = {"prompt": user("which"), "images": pictures}
+    length = adapter("qwen2_5_vl").encode([row])[0].num_tokens
+    shrinking = load_adapter(tiny("qwen2_5_vl").processor, max_prompt_length=length - 4, long_prompts="shrink")
+    (prompt,) = shrinking.encode([row])
+    first, second, third = (dict(image.resize) for image in prompt.images)
+    assert second == third
+    assert prompt.num_tokens <= length - 4
+    if kept is None:  # what it asks for is too much
+        assert "resized_height" not in first
+        assert first["max_pixels"] == second["max_pixels"]
+        assert first.get("min_pixels", 0) <= first["max_pixels"]
+    else:
+        assert first == kept
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="30 and 16 tokens become 16 and 25")
+def test_shrinking_lets_no_picture_grow() -> None:
+    """The second is over the processor's own limit, and the bound that makes the first one fit is not."""
+    pictures = [{"image": picture(64, 64, 1), "resized_height": 80, "resized_width": 96}, picture(200, 200, 2)]
+    row = {"prompt": user("which"), "images": pictures}
+    (usual,) = adapter("qwen2_5_vl").encode([row])
+    limit = usual.num_tokens - 1
+    (prompt,) = load_adapter(tiny("qwen2_5_vl").processor, max_prompt_length=limit, long_prompts="shrink").encode([row])
+    assert prompt.num_tokens <= limit
+    for found, before in zip(prompt.image_spans, usual.image_spans, strict=True):
+        assert found.length <= before.length
 
 
 def test_shrinking_gives_up_where_the_text_alone_is_too_long() -> None:

@@ -295,7 +295,7 @@ def test_a_template_that_drops_a_picture_is_refused() -> None:
 def films(prompt: Prompt) -> list[str]:
     """The frames of the prompt's videos as letters, in slot order."""
     sources = [video.source for video in prompt.videos]
-    return ["".join(COLOURS[frame.sha256] for frame in source) for source in sources if not isinstance(source, Path)]
+    return ["".join(COLOURS[frame.sha256] for frame in source) for source in sources if isinstance(source, tuple)]
 
 
 def test_pictures_and_videos_keep_their_places() -> None:
