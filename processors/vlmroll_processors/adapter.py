@@ -5,7 +5,6 @@ slots, the chat template renders them, the tokenizer reads the text with one pla
 (`engine_ids`), and the text in which each placeholder has given way to what the picture brings (`prompt_ids`).
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -164,6 +163,7 @@ class FamilyAdapter:
                 if self.max_prompt_length is not None and found.num_tokens > self.max_prompt_length:
                     reader.forget(units)
                     return found
+                reader.share(units, found.forward_kwargs)
                 prompts[key] = found
             return prompts[key]
 
@@ -189,20 +189,22 @@ class FamilyAdapter:
         if not media or limit <= prompt.num_tokens - prompt.num_image_tokens:
             return None
 
-        def attempt(pixels: int) -> Prompt | None:
+        most = self.budget.get("max_pixels", self.family.most_pixels(self.processor))
+        low = self.budget.get("min_pixels")
+
+        def attempt(pixels: float) -> Prompt | None:
             try:
-                return made(smaller(media, pixels, self.budget.get("min_pixels")))
+                return made(smaller(media, pixels, most=most, min_pixels=low))
             except ValueError:  # too few for the processor
                 return None
 
         least = attempt(_FEWEST_PIXELS)  # in many families pixels do not decide how many tokens there are
         if least is not None and least.num_tokens > limit:
             return None
-        most = self.budget.get("max_pixels", math.inf)
         shown = {"image": iter(prompt.images), "video": iter(prompt.videos)}
         pixels = max(pixels_of(medium, next(shown[medium.kind]), most) for medium in media)
         while (pixels := _fewer_pixels(prompt, limit, pixels)) > _FEWEST_PIXELS:
-            found = attempt(int(pixels))
+            found = attempt(pixels)
             if found is None or found.num_tokens <= limit:
                 return found or least
             prompt = found

@@ -11,9 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vlmroll_processors.families.base import Family, Features, Sized
+from vlmroll_processors.families.base import Family, Features, Sized, Tensors
 from vlmroll_processors.images import Picture, read_picture
 from vlmroll_processors.media import NOUNS, Medium
+from vlmroll_processors.types import JoinKind
 from vlmroll_processors.videos import Video, read_video
 
 Result = TypeVar("Result")
@@ -78,6 +79,19 @@ class Reader:
             return [self._unit(media)]
         return [self._unit([medium]) for medium in media]
 
+    def share(self, units: Sequence[Unit], kwargs: Tensors) -> None:
+        """Let what the units bring be parts of their prompt's tensors, so that each picture is in memory once."""
+        for name, whole in kwargs.items() if len(units) > 1 else ():
+            parts = [unit.features.kwargs.get(name) for unit in units]
+            axis = 1 if self._family.join[name].kind is JoinKind.SAMPLES else 0
+            sizes = [0 if part is None else part.shape[axis] for part in parts]
+            if sum(sizes) != whole.shape[axis]:
+                continue  # made for the whole prompt
+            for unit, part, view in zip(units, parts, whole.split(sizes, axis), strict=True):
+                if part is not None and part.shape == view.shape:
+                    known = self._features[unit.key]
+                    self._features[unit.key] = replace(known, kwargs={**known.kwargs, name: view})
+
     def forget(self, units: Sequence[Unit]) -> None:
         """Let go of what these units bring."""
         for unit in units:
@@ -125,33 +139,39 @@ def _place(medium: Medium) -> Any:
     return (medium.kind, source, tuple(medium.keys.items())) if is_file else None
 
 
-def pixels_of(medium: Medium, found: Picture | Video, most: float = math.inf) -> float:
+def _upper(medium: Medium, most: float) -> float:
+    """The bound on a medium's pixels that it is read with."""
+    return medium.keys.get("max_pixels", most if medium.kind == "image" else math.inf)
+
+
+def pixels_of(medium: Medium, found: Picture | Video, most: float) -> float:
     """How many pixels of a medium (of a frame, in a video) a model sees at most.
 
     Args:
-        most: the run's `max_pixels`.
+        most: the run's `max_pixels`, or the processor's own limit of pictures.
     """
-    keys = medium.keys
-    if "resized_height" in keys:
-        return keys["resized_height"] * keys["resized_width"]
-    return min(found.size[0] * found.size[1], keys.get("max_pixels", most))
+    if "resized_height" in medium.keys:
+        return medium.keys["resized_height"] * medium.keys["resized_width"]
+    return min(found.size[0] * found.size[1], _upper(medium, most))
 
 
-def smaller(media: Sequence[Medium], max_pixels: int, min_pixels: int | None) -> list[Medium]:
+def smaller(media: Sequence[Medium], max_pixels: float, *, most: float, min_pixels: int | None) -> list[Medium]:
     """The media with at most so many pixels each (each frame, in a video); none gets more than it had.
 
     Args:
+        most: as in `pixels_of`.
         min_pixels: the run's own bound, which a smaller `max_pixels` takes along.
     """
 
     def keys(medium: Medium) -> Mapping[str, float]:
         given = medium.keys
-        if "resized_height" in given and given["resized_height"] * given["resized_width"] <= max_pixels:
-            return given
-        kept = {key: value for key, value in given.items() if not key.startswith("resized_")}
-        high = min(max_pixels, kept.get("max_pixels", max_pixels))
-        low = kept.get("min_pixels", min_pixels)
-        return kept | {"max_pixels": high} | ({} if low is None else {"min_pixels": min(low, high)})
+        if "resized_height" in given:
+            names = ("resized_height", "resized_width")
+            scale = min(1.0, math.sqrt(max_pixels / math.prod(given[name] for name in names)))
+            return {**given, **{name: max(1, int(given[name] * scale)) for name in names}}
+        high = max(1, int(min(max_pixels, _upper(medium, most))))
+        low = given.get("min_pixels", min_pixels)
+        return {**given, "max_pixels": high} | ({} if low is None else {"min_pixels": min(low, high)})
 
     return [replace(medium, keys=keys(medium)) for medium in media]
 

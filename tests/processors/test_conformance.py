@@ -569,7 +569,6 @@ def test_a_processor_without_chat_template_is_tried_on_plain_strings() -> None:
     assert set(report.abilities.values()) == {"yes"}
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="Qwen's text tokenizers have vision tokens")
 def test_a_text_model_passes() -> None:
     report = check(load_adapter(tiny("text").processor), tiny("text").model)
     assert report.abilities["text only"] == "yes"
@@ -673,11 +672,6 @@ def test_the_generic_rule_is_right_or_fails_with_the_model(name: str) -> None:
     assert guessed.vision_ids >= {inferred(name).tokenizer.convert_tokens_to_ids(guess.feature)}
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=pytest.fail.Exception,
-    reason="without a model nothing tells positions on three axes from plain ones",
-)
 def test_a_family_with_positions_on_three_axes_is_not_guessed() -> None:
     kind = type(tiny("qwen2_5_vl").processor)
     with pytest.raises(ValueError, match="generic rule does not fit"):

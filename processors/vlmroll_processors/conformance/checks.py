@@ -158,13 +158,14 @@ def _replaced(adapter: FamilyAdapter, probe: Probe) -> Iterator[int]:
 
 def vision_ids_are_complete(adapter: FamilyAdapter, probes: Sequence[Probe]) -> Problems:
     """Every special token that stands for pictures is banned: those that appear with pictures, and those so named."""
+    if not adapter.family.slot:
+        return
     added = {i: str(token) for i, token in adapter.tokenizer.added_tokens_decoder.items()}
     wanted = {i for i, token in added.items() if VISION_WORDS.fullmatch(token)}
     for probe in probes:
         for text in probe.texts:
             ids = adapter.tokenizer(text, add_special_tokens=False)["input_ids"]
             wanted.update(i for i in ids if i in added)
-    if adapter.family.slot:
-        wanted.add(adapter.tokenizer.convert_tokens_to_ids(adapter.family.slot))
+    wanted.add(adapter.tokenizer.convert_tokens_to_ids(adapter.family.slot))
     if missing := sorted(added[i] for i in wanted - adapter.vision_ids):
         yield f"may be sampled: {', '.join(missing)}"

@@ -142,12 +142,13 @@ def _words(error: BaseException) -> str:
 
 def check_by_name(name: str, *, weights: bool = False, trust_remote_code: bool = False) -> Report:
     """Check the processor of a hub id or path, with its weights or without."""
-    from transformers import AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     from vlmroll_processors.loading import load_adapter
 
     adapter = load_adapter(name, trust_remote_code=trust_remote_code)
     if not weights:
         return check(adapter)
-    model = AutoModelForImageTextToText.from_pretrained(name, trust_remote_code=trust_remote_code, dtype=torch.float32)
+    kind = AutoModelForImageTextToText if adapter.family.slot else AutoModelForCausalLM
+    model = kind.from_pretrained(name, trust_remote_code=trust_remote_code, dtype=torch.float32)
     return check(adapter, model)

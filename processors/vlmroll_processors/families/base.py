@@ -1,5 +1,6 @@
 """What a family is: data, and functions only where a table cannot say it."""
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -105,6 +106,11 @@ def no_more(whole: Whole) -> Tensors:
     return {}
 
 
+def no_limit(processor: Any) -> float:
+    """Pictures of any size are taken as they are, or brought to one size."""
+    return math.inf
+
+
 def as_it_is(processor: Any, text: str) -> str:
     """The text unchanged."""
     return text
@@ -135,6 +141,7 @@ class Family:
         together: pictures of one prompt are processed together, since they depend on each other's number.
         read: (family, processor, pictures) -> what they bring.
         read_video: (family, processor, video) -> what it brings.
+        most_pixels: (processor) -> how many pixels of a picture it keeps at most.
         more: (whole prompt) -> forward kwargs that need it.
         wrap: (processor, rendered text with slots) -> the text that the processor makes of it.
         tidy: (processor, text with features) -> the text that is tokenised.
@@ -158,6 +165,7 @@ class Family:
     together: bool = False
     read: Callable[["Family", Any, Sequence[Sized]], Features] = read_pictures
     read_video: Callable[["Family", Any, Clip], Features] | None = None
+    most_pixels: Callable[[Any], float] = no_limit
     more: Callable[[Whole], Tensors] = no_more
     wrap: Callable[[Any, str], str] = as_it_is
     tidy: Callable[[Any, str], str] = as_it_is

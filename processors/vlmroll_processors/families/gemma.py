@@ -22,7 +22,7 @@ GEMMA4 = Family(
     vision_tokens=r"<\|image\|>|<\|image>|<image\|>|<\|video\|>|<\|audio\|>|<\|audio>|<audio\|>",
     join={
         "pixel_values": Join(kind=JoinKind.ROWS),
-        "image_position_ids": Join(kind=JoinKind.ROWS, pad=-1),
+        "image_position_ids": Join(kind=JoinKind.ROWS),
         "mm_token_type_ids": _MARKS,
     },
 )

@@ -49,6 +49,8 @@ def infer_family(processor: Any) -> Family:
         *(token for token in added.values() if VISION_WORDS.fullmatch(token)),
     }
     names = both.keys() - {"input_ids", "attention_mask"}
+    if "mm_token_type_ids" in names and any(key.endswith("_grid_thw") for key in names):
+        raise ValueError("its model may count positions on several axes (M-RoPE), which is not told by its outputs")
     return Family(
         name=name,
         processors=(name,),

@@ -10,6 +10,11 @@ from vlmroll_processors.families.base import Family, Features, Sized, run_image_
 from vlmroll_processors.videos import Clip
 
 
+def most_pixels(processor: Any) -> float:
+    """The processor's own limit."""
+    return processor.image_processor.size["longest_edge"]
+
+
 def read_picture(family: Family, processor: Any, pictures: Sequence[Sized]) -> Features:
     """Pictures with size keys of their own are resized by qwen-vl-utils, the others by the processor."""
     (picture,) = pictures
