@@ -11,7 +11,7 @@ from vlmroll_processors.families.base import Family, Tensors, Whole
 from vlmroll_processors.images import Picture
 from vlmroll_processors.media import KINDS, NOUNS
 from vlmroll_processors.reading import Unit
-from vlmroll_processors.types import ImageSpan, Join, JoinKind, Prompt
+from vlmroll_processors.types import JOINED_ON, ImageSpan, Join, Prompt
 from vlmroll_processors.videos import Video
 
 
@@ -144,14 +144,17 @@ def _more(family: Family, whole: Whole, *, where: str) -> Tensors:
 def joined(join: Mapping[str, Join], parts: Sequence[Tensors]) -> dict[str, torch.Tensor]:
     """The kwargs of the media of one prompt, one after the other."""
     names = dict.fromkeys(name for part in parts for name in part)
-    # The tiles of one prompt lie side by side on axis 1 where axis 0 counts prompts.
-    axes = {name: 1 if join[name].kind is JoinKind.SAMPLES else 0 for name in names}
     found = {name: [part[name] for part in parts if name in part] for name in names}
-    # One medium's tensors are shared with the other prompts that show it.
+    # One medium's tensors are shared with the other prompts that show it alone.
     return {
-        name: tensors[0] if len(tensors) == 1 else pad_and_cat(tensors, join[name], axes[name])
+        name: _whole(tensors[0]) if len(tensors) == 1 else pad_and_cat(tensors, join[name], JOINED_ON[join[name].kind])
         for name, tensors in found.items()
     }
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, copied if it is part of another prompt's: it would keep that alive, and be pickled with all of it."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _marks(

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from vlmroll_processors.families.base import Family, Features, Sized, Tensors
 from vlmroll_processors.images import Picture, read_picture
 from vlmroll_processors.media import NOUNS, Medium
-from vlmroll_processors.types import JoinKind
+from vlmroll_processors.types import JOINED_ON
 from vlmroll_processors.videos import Video, read_video
 
 Result = TypeVar("Result")
@@ -80,17 +80,16 @@ class Reader:
         return [self._unit([medium]) for medium in media]
 
     def share(self, units: Sequence[Unit], kwargs: Tensors) -> None:
-        """Let what the units bring be parts of their prompt's tensors, so that each picture is in memory once."""
-        for name, whole in kwargs.items() if len(units) > 1 else ():
-            parts = [unit.features.kwargs.get(name) for unit in units]
-            axis = 1 if self._family.join[name].kind is JoinKind.SAMPLES else 0
-            sizes = [0 if part is None else part.shape[axis] for part in parts]
-            if sum(sizes) != whole.shape[axis]:
-                continue  # made for the whole prompt
-            for unit, part, view in zip(units, parts, whole.split(sizes, axis), strict=True):
-                if part is not None and part.shape == view.shape:
-                    known = self._features[unit.key]
-                    self._features[unit.key] = replace(known, kwargs={**known.kwargs, name: view})
+        """From now on the media of a prompt are views of its joined tensors, so that no pixel is held twice."""
+        ends: dict[str, int] = {}
+        for unit in units if len(units) > 1 else ():
+            views = dict(unit.features.kwargs)
+            for name, part in views.items():
+                axis = JOINED_ON[self._family.join[name].kind]
+                start, ends[name] = ends.get(name, 0), ends.get(name, 0) + part.shape[axis]
+                view = kwargs[name].narrow(axis, start, part.shape[axis])
+                views[name] = view if view.shape == part.shape else part  # another shape is padded
+            self._features[unit.key] = replace(unit.features, kwargs=views)
 
     def forget(self, units: Sequence[Unit]) -> None:
         """Let go of what these units bring."""

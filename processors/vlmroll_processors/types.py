@@ -32,6 +32,10 @@ class JoinKind(Enum):
     """One value for each token: padded like the ids, and continued over the completion."""
 
 
+JOINED_ON = {JoinKind.ROWS: 0, JoinKind.SAMPLES: 1, JoinKind.TOKENS: 0}
+"""The axis on which the media of one prompt join: its tiles lie side by side on axis 1 where axis 0 counts prompts."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Join:
     """How one forward kwarg joins a batch.
