@@ -85,6 +85,12 @@ class FamilyAdapter:
         self.budget = {name: pixels for name, pixels in budget.items() if pixels is not None}
         self.max_prompt_length, self._shrink = max_prompt_length, long_prompts == "shrink"
         _check_budget(self.budget, family)
+        if long_prompts not in ("raise", "shrink"):
+            raise ValueError(
+                f"long_prompts is 'raise' or 'shrink', got {long_prompts!r}; to skip rows, catch PromptTooLong"
+            )
+        if max_prompt_length is not None and max_prompt_length < 1:
+            raise ValueError(f"max_prompt_length must be at least 1, got {max_prompt_length}")
         self._vision_tokens = family.vision_ids(self.tokenizer.get_added_vocab())
         if own := [name for name in OWN_TEMPLATE_KWARGS if name in self.chat_template_kwargs]:
             raise ValueError(f"chat_template_kwargs: {own[0]} is set by the adapter; remove it")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 BACKGROUND = (255, 255, 255)
 """The colour under transparent pixels."""
@@ -113,7 +113,8 @@ def read_picture(
     except _UNREADABLE as error:
         if str(error).startswith(where):  # our own words, not Pillow's
             raise
-        reason = f"{type(error).__name__}: {error!s:.200}"
+        unknown = isinstance(error, UnidentifiedImageError)  # its own words name an address in memory
+        reason = "no format that is known" if unknown else f"{type(error).__name__}: {error!s:.200}"
         raise ValueError(f"{where}: the picture cannot be read ({reason}); replace the file or drop the row") from error
     kept = source if isinstance(source, Path | bytes) else image
     keys = tuple(sorted((resize or {}).items()))

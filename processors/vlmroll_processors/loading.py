@@ -44,13 +44,24 @@ def load_adapter(
         >>> adapter = load_adapter("assets/tiny-vl")  # doctest: +SKIP
         >>> adapter.encode([{"prompt": "Hi"}])[0].prompt_ids  # doctest: +SKIP
     """
+    if isinstance(model, FamilyAdapter):
+        raise ValueError("it is an adapter already; give these options to the load_adapter call that made it")
+    if not isinstance(model, str | Path) and not hasattr(model, "get_vocab") and not hasattr(model, "tokenizer"):
+        raise ValueError(
+            f"an adapter is made from a processor, a tokenizer, a path or a hub id, not {type(model).__name__}"
+        )
     if isinstance(model, str | Path):
         from transformers import AutoConfig, AutoProcessor
 
+        options = {"trust_remote_code": trust_remote_code, "revision": revision}
         if config is None:
-            options = {"trust_remote_code": trust_remote_code, "revision": revision}
             config = partial(AutoConfig.from_pretrained, str(model), **options)  # a processor alone has none
-        model = AutoProcessor.from_pretrained(str(model), trust_remote_code=trust_remote_code, revision=revision)
+        try:
+            model = AutoProcessor.from_pretrained(str(model), **options)
+        except OSError as error:
+            raise ValueError(
+                f"{model!s:.200} is no folder with a processor, and no hub id that loads: {error}"
+            ) from error
     return FamilyAdapter(
         model,
         family_of(model) or _inferred(model),

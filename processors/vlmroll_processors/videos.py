@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import torch
+from PIL import Image
 
 from vlmroll_processors.images import RESIZE_KEYS, Picture, read_picture
 
@@ -154,6 +155,8 @@ def _frames(source: Any, *, where: str) -> tuple[tuple[Picture, ...], torch.Tens
     """The frames of a list, uint8 [F, 3, H, W], an even number of them."""
     if isinstance(source, np.ndarray | torch.Tensor) and source.ndim == 4:
         source = list(np.asarray(source))
+    if isinstance(source, Image.Image):
+        raise ValueError(f"{where}: a picture in a video's place; a list of frames is one video: videos=[[...]]")
     if not isinstance(source, Sequence) or not source:
         found = "an empty list" if isinstance(source, Sequence) else type(source).__name__
         raise ValueError(
@@ -197,7 +200,9 @@ def _decode(file: Path | bytes, keys: Mapping[str, float], *, where: str) -> tup
                 if i >= indices[-1]:
                     break
     except (FFmpegError, LookupError, OSError, ValueError, AssertionError) as error:
-        raise ValueError(f"{where}: the video cannot be read ({type(error).__name__}: {error!s:.200})") from error
+        picture = isinstance(file, Path) and file.suffix.lower() in Image.registered_extensions()
+        hint = "; it is a picture, and a list of frames is one video: videos=[[...]]" if picture else ""
+        raise ValueError(f"{where}: the video cannot be read ({type(error).__name__}: {error!s:.200}){hint}") from error
     if missing := [i for i in indices if i not in found]:
         raise ValueError(f"{where}: the video ends before frame {missing[0]} of {count}; replace the file")
     return torch.stack([found[i] for i in indices]), rate, indices, count

@@ -103,7 +103,8 @@ def encode(
         row_id, row = row_ids[share.group], rows[share.group]
         while True:
             try:
-                found.append((share, *adapter.encode([row], [row_id]), row, row_id))
+                (prompt,) = adapter.encode([row], [row_id])
+                found.append((share, prompt, row, row_id))
                 break
             except PromptTooLong as error:
                 skipped += share.first

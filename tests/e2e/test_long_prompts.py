@@ -136,11 +136,12 @@ def test_an_adapter_brings_its_own_limit(tmp_path: Path) -> None:
 
     made = tiny("qwen2_5_vl")
     options: dict[str, Any] = {"output_dir": str(tmp_path), "report_to": [], "use_cpu": True}
-    for given, message in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"max_prompt_length": 9}, "max_prompt_length is set and processing_class is an adapter"),
         ({"long_prompts": "shrink"}, "long_prompts is set and processing_class is an adapter"),
         ({"long_prompts": "skip"}, "the adapter has no max_prompt_length"),
-    ):
+    ]
+    for given, message in cases:
         with pytest.raises(ValueError, match=message):
             GRPOTrainer(
                 made.model,

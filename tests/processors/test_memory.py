@@ -2,14 +2,17 @@
 
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
 from tiny_models import tiny
 from vlmroll_processors import load_adapter, reading
+from vlmroll_processors.families.base import Features
 
 WIDTH, HEIGHT = 1600, 1250
 DECODED = WIDTH * HEIGHT * 4 / 1e6
@@ -65,3 +68,28 @@ def test_one_picture_is_decoded_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
     assert not any(image() for image in decoded)
     sources = [picture.source for prompt in prompts for picture in prompt.images]
     assert sources == [tmp_path / f"{number}.jpg" for number in range(6)]
+
+
+def test_tensors_of_a_picture_are_held_once(tmp_path: Path) -> None:
+    """What a picture of several brings is part of its prompt's tensors; alone in a later prompt, it is a copy."""
+    adapter = load_adapter(tiny("qwen2_5_vl").processor)
+    family, brought = adapter.family, list[weakref.ref[torch.Tensor]]()
+
+    def read(*args: Any) -> Features:
+        features = family.read(*args)
+        brought.extend(weakref.ref(tensor) for tensor in features.kwargs.values())
+        return features
+
+    class Checked(list[dict[str, Any]]):
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            for row in super().__iter__():
+                assert not any(tensor() is not None for tensor in brought), "held beside the prompt's tensors"
+                yield row
+
+    adapter.family = replace(family, read=read)
+    several, others = rows(tmp_path, 2)
+    one, none = ({**several, "images": several["images"][:count]} for count in (1, 0))
+    prompts = adapter.encode(Checked([several, others, one, none]))
+    assert len(brought) == 4 * len(family.keep(prompts[0].forward_kwargs))  # each of the four files is processed once
+    alone = family.keep(prompts[2].forward_kwargs)
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in alone.values())

@@ -856,7 +856,7 @@ MIXED = [Image.new("RGB", (32, 32)), Image.new("RGB", (48, 32))]
         (np.zeros((4, 8, 8, 3), np.float32), "frame 0: an array picture must be uint8"),
         (np.zeros((4, 3, 8, 8), np.uint8), "frame 0: an array picture must be uint8"),
         (np.zeros((8, 8, 3), np.uint8), "a video cannot be made from ndarray"),
-        (Image.new("RGB", (8, 8)), "a video cannot be made from Image"),
+        (Image.new("RGB", (8, 8)), "a list of frames is one video"),
         (7, "a video cannot be made from int"),
         (iter([Image.new("RGB", (8, 8))]), "a video cannot be made from"),
         ([Image.new("RGB", (8, 8)), None], "frame 1: a picture cannot be made from NoneType"),

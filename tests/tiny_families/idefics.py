@@ -32,22 +32,23 @@ def _tiles_config(tokenizer: Any) -> dict[str, Any]:
 
 
 def smolvlm() -> Built:
-    """A picture cut into tiles and shown once more as a whole, four tokens each."""
+    """A picture cut into tiles and shown once more as a whole, 16 tokens each: the model wants multiples of a patch."""
     special = [*PICTURE, "<global-img>", *GRID, "<|endoftext|>"]
     tokenizer = build_tokenizer(special, bos="<|im_start|>", eos="<end_of_utterance>", pad="<|im_end|>")
     processor = hf.SmolVLMProcessor(
         image_processor=hf.SmolVLMImageProcessor(**SIZES, do_image_splitting=True),
         tokenizer=tokenizer,
         video_processor=SmolVLMVideoProcessor(**VIDEO),
-        image_seq_len=4,
+        image_seq_len=16,
         chat_template=_template(start="<|im_start|>"),
     )
-    config = hf.SmolVLMConfig(**_tiles_config(tokenizer))
+    options: dict[str, Any] = {**_tiles_config(tokenizer), "vision_config": vision_config(patch_size=4)}
+    config = hf.SmolVLMConfig(**options)
     return finish(hf.SmolVLMForConditionalGeneration(config), tokenizer), processor
 
 
 def idefics3() -> Built:
-    """As smolvlm, with a begin token that the tokenizer writes."""
+    """As smolvlm, with four tokens a tile and a begin token that the tokenizer writes."""
     special = [*PICTURE, "<global-img>", *GRID]
     tokenizer = build_tokenizer(special, bos="<bos>", eos="<eos>", pad="<pad>", starts_with_bos=True)
     processor = hf.Idefics3Processor(

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -38,6 +38,7 @@ _WITH_MODEL: dict[str, Callable[..., checks.Problems]] = {
     "as generated": with_model.as_generated,
     "pixels matter": with_model.pixels_matter,
 }
+_OF_PICTURES = ("spans cover features", "vision ids are complete", "pixels matter")
 ENCODED = "rows are encoded"
 CHECKS = (ENCODED, *_WITHOUT_MODEL, *_WITH_MODEL)
 """Names of all checks."""
@@ -51,14 +52,19 @@ def check(adapter: FamilyAdapter, model: Any = None, *, tolerance: float = 1e-4)
         adapter: what `load_adapter` returns; its pixel budget and length limit are left aside.
         model: a model for it, of any size; without one the checks that need logits are not run. It runs in eval mode,
             for a few short prompts, and is left as it was.
-        tolerance: of logits, relative to the largest; 1e-4 suits float32, 3e-2 bfloat16.
+        tolerance: of logits, relative to the largest; 1e-4 suits float32, 5e-3 float16, 3e-2 bfloat16.
 
     Returns:
         A report that prints as a table.
 
+    Raises:
+        TypeError: it is no such adapter.
+
     Example:
         >>> print(check(load_adapter("assets/tiny-vl")))  # doctest: +SKIP
     """
+    if not isinstance(cast("object", adapter), FamilyAdapter):
+        raise TypeError(f"check takes what load_adapter returns, got {type(adapter).__name__}")
     family = adapter.family
     plain = FamilyAdapter(
         adapter.processor,
@@ -127,13 +133,15 @@ def _eval_mode(model: Any) -> Generator[None]:
 def _run(
     name: str, work: Callable[..., checks.Problems], adapter: FamilyAdapter, found: Sequence[Probe], *more: Any
 ) -> Outcome:
-    if not found:
-        return Outcome(name=name, result="failed", detail="no row could be encoded")
+    if not any(one.texts for one in found) and (adapter.family.slot or name in _OF_PICTURES):
+        return Outcome(name=name, result="not run", detail="no row with pictures could be encoded")
     try:
         problems = list(dict.fromkeys(work(adapter, found, *more)))
     except _MISFITS as error:
         problems = [_words(error)]
-    return Outcome(name=name, result="failed" if problems else "passed", detail="; ".join(problems[:3]))
+    if problems and more and (dtype := more[0].dtype) != torch.float32:
+        problems = [*problems[:3], f"the model is {dtype}: load it in float32, or give a tolerance"]
+    return Outcome(name=name, result="failed" if problems else "passed", detail="; ".join(problems[:4]))
 
 
 def _words(error: BaseException) -> str:

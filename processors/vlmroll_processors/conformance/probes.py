@@ -90,6 +90,8 @@ def processor_output(adapter: FamilyAdapter, prompts: Sequence[Prompt]) -> dict[
         metadata = [clip.metadata for clip in clips]
         options["videos"] = [clip.frames for clip in clips]
         options["videos_kwargs"] = {"do_sample_frames": False, "do_resize": False, "video_metadata": metadata}
+        if hasattr(adapter.processor.video_processor, "cap_pixels_per_frame"):
+            options["videos_kwargs"]["cap_pixels_per_frame"] = False
     bos = adapter.tokenizer.bos_token
     if bos is not None and prompts[0].text.startswith(bos):
         options["add_special_tokens"] = False  # as `apply_chat_template` does when the template has written it

@@ -195,7 +195,10 @@ class Family:
         """
         of_text = ("input_ids", "attention_mask", *self.drop)
         if unknown := [name for name in output if name not in self.join and name not in of_text]:
-            raise ValueError(f"the family {self.name} has no rule for {unknown[0]}, which the processor returns")
+            raise ValueError(
+                f"the family {self.name} has no rule for {unknown[0]}, which the processor returns; add it to join or "
+                "drop"
+            )
         return {
             name: tensor
             for name, tensor in output.items()

@@ -68,7 +68,8 @@ def _tokens_per_second(config: Any) -> float:
             "the positions of a video depend on the model's config (tokens_per_second); load the adapter by the "
             "model's path or id, or as load_adapter(processor, config=model.config)"
         )
-    return (config() if callable(config) else config).vision_config.tokens_per_second
+    loaded: Any = config() if callable(config) else config
+    return loaded.vision_config.tokens_per_second
 
 
 def mrope_positions(num_tokens: int, blocks: Sequence[Block]) -> torch.Tensor:

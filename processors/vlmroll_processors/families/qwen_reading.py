@@ -10,11 +10,6 @@ from vlmroll_processors.families.base import Family, Features, Sized, run_image_
 from vlmroll_processors.videos import Clip
 
 
-def most_pixels(processor: Any) -> float:
-    """The processor's own limit."""
-    return processor.image_processor.size["longest_edge"]
-
-
 def read_picture(family: Family, processor: Any, pictures: Sequence[Sized]) -> Features:
     """Pictures with size keys of their own are resized by qwen-vl-utils, the others by the processor."""
     (picture,) = pictures
@@ -45,7 +40,11 @@ def _fetch(picture: Sized, patch_size: int, bounds: Mapping[str, int]) -> Image.
 
 def read_video(family: Family, processor: Any, clip: Clip) -> Features:
     """Sampled and resized frames; the text of Qwen3-VL holds the times of the frames."""
+    known = hasattr(
+        processor.video_processor, "cap_pixels_per_frame"
+    )  # else it warns of a size that it does not choose
     output = processor.video_processor(
+        **({"cap_pixels_per_frame": False} if known else {}),
         videos=[clip.frames],
         video_metadata=[clip.metadata],
         do_sample_frames=False,

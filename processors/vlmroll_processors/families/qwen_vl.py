@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from vlmroll_processors.families.base import QWEN_TOKENS, Family
 from vlmroll_processors.families.positions import PATCHES, grid_positions
-from vlmroll_processors.families.qwen_reading import most_pixels, read_picture, read_video
+from vlmroll_processors.families.qwen_reading import read_picture, read_video
 from vlmroll_processors.types import Join, JoinKind
 
 QWEN_VL = Family(
@@ -19,7 +19,7 @@ QWEN_VL = Family(
     drop=("video_metadata", "second_per_grid_ts"),
     read=read_picture,
     read_video=read_video,
-    most_pixels=most_pixels,
+    most_pixels=lambda processor: processor.image_processor.size["longest_edge"],
     more=grid_positions,
 )
 
