@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tiny_models import picture, tiny, user
-from training_runs import make_trainer
+from training_runs import make_trainer, variety
 from vlmroll_processors import PromptTooLong, load_adapter
 
 SHORT = {"prompt": user("which digit ?", picture(64, 48, 1))}  # 33 tokens
@@ -91,16 +91,17 @@ def test_shrunk_pictures_leave_other_rows_as_they_were(tmp_path: Path) -> None:
 def test_what_is_shrunk_never_grows_and_keeps_within_the_run_s_budget() -> None:
     small = {"type": "image", "image": picture(300, 300, 2), "resized_height": 16, "resized_width": 16}
     row = {"prompt": [{"role": "user", "content": [{"type": "image", "image": picture(600, 600, 1)}, small]}]}
-    for more in ({}, {"max_pixels": 2000}):
-        plain = load_adapter(tiny("qwen2_5_vl").processor, **more).encode([row])[0]
+    for most in (None, 2000):
+        plain = load_adapter(tiny("qwen2_5_vl").processor, max_pixels=most).encode([row])[0]
         limit = plain.num_tokens - 2
-        (found,) = load_adapter(
-            tiny("qwen2_5_vl").processor, max_prompt_length=limit, long_prompts="shrink", **more
-        ).encode([row])
+        shrinking = load_adapter(
+            tiny("qwen2_5_vl").processor, max_pixels=most, max_prompt_length=limit, long_prompts="shrink"
+        )
+        (found,) = shrinking.encode([row])
         before, after = ([span.length for span in prompt.image_spans] for prompt in (plain, found))
         assert after[0] < before[0]
         assert after[1] == before[1]
-        assert dict(found.images[0].resize)["max_pixels"] < more.get("max_pixels", 600 * 600)
+        assert dict(found.images[0].resize)["max_pixels"] < (most or 600 * 600)
 
 
 def test_text_that_is_too_long_cannot_be_shrunk() -> None:
@@ -145,7 +146,7 @@ def test_an_adapter_brings_its_own_limit(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             GRPOTrainer(
                 made.model,
-                lambda completions, **_: [0.0] * len(completions),
+                variety,
                 GRPOConfig(**options, **given),
                 train_dataset=ROWS,
                 processing_class=load_adapter(made.processor),
