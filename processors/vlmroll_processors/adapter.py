@@ -5,6 +5,7 @@ slots, the chat template renders them, the tokenizer reads the text with one pla
 (`engine_ids`), and the text in which each placeholder has given way to what the picture brings (`prompt_ids`).
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -16,6 +17,7 @@ from vlmroll_processors.reading import Reader, pixels_of, smaller
 from vlmroll_processors.rendering import OWN_TEMPLATE_KWARGS, adds_special_tokens, render, template_kwargs_of
 from vlmroll_processors.types import Prompt, Row
 
+logger = logging.getLogger(__name__)
 _FEWEST_PIXELS = 28 * 28
 
 
@@ -178,6 +180,8 @@ class FamilyAdapter:
             return prompt
         shrunk = self._shrunk(chat.media, prompt, made) if self._shrink else None
         if shrunk is not None:
+            message = "%s: its pictures got fewer pixels, since it had %d tokens; now it has %d"
+            logger.warning(message, where, prompt.num_tokens, shrunk.num_tokens)
             return shrunk
         tried = ", and its pictures cannot be shrunk enough" if self._shrink else ""
         raise PromptTooLong(

@@ -68,10 +68,15 @@ def test_a_run_that_skips_goes_on_as_one_that_was_not_stopped(tmp_path: Path) ->
         assert weight.equal(again.model.state_dict()[name]), name
 
 
-def test_shrunk_pictures_leave_other_rows_as_they_were(tmp_path: Path) -> None:
+def test_shrunk_pictures_leave_other_rows_as_they_were(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     plain = load_adapter(tiny("qwen2_5_vl").processor).encode(ROWS)
     adapter = load_adapter(tiny("qwen2_5_vl").processor, max_prompt_length=LIMIT, long_prompts="shrink")
-    for before, after in zip(plain, adapter.encode(ROWS), strict=True):
+    with caplog.at_level(logging.WARNING):
+        shrunk = adapter.encode(ROWS)
+    told = [record.getMessage() for record in caplog.records]
+    assert [message.split(":")[0] for message in told] == ["row 1", "row 2", "row 5"]
+    assert "since it had 72 tokens" in told[0]
+    for before, after in zip(plain, shrunk, strict=True):
         assert after.num_tokens <= LIMIT
         assert len(after.images) == len(before.images)
         if before.num_tokens <= LIMIT:
