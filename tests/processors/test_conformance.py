@@ -562,6 +562,17 @@ def test_a_processor_that_takes_nothing_fails() -> None:
     assert {outcome.detail for outcome in others} == {"no row with pictures could be encoded"}
 
 
+def test_what_a_tokenizer_cannot_tell_is_not_said_to_have_passed() -> None:
+    processor = copy.copy(tiny("llava").processor)
+    processor.tokenizer = copy.copy(processor.tokenizer)
+    kind = type(processor.tokenizer)
+    processor.tokenizer.__class__ = type("Slow", (kind,), {"is_fast": False})
+    report = check(FamilyAdapter(processor, family("llava")), tiny("llava").model)
+    results = {outcome.name: outcome.result for outcome in report.outcomes}
+    assert results.pop(SPANS) == "not run"
+    assert set(results.values()) == {"passed"}, report
+
+
 def test_a_processor_without_chat_template_is_tried_on_plain_strings() -> None:
     processor = copy.copy(tiny("qwen2_5_vl").processor)
     processor.chat_template = None

@@ -79,8 +79,6 @@ def order_changes_nothing(adapter: FamilyAdapter, probes: Sequence[Probe]) -> Pr
 def spans_cover_features(adapter: FamilyAdapter, probes: Sequence[Probe]) -> Problems:
     """Each span runs from the first to the last feature of its picture, found anew by characters."""
     for probe in probes:
-        if not adapter.tokenizer.is_fast:
-            return  # it does not tell the characters of a token
         ids, places = _features_by_characters(adapter, probe)
         if tuple(ids) != probe.prompt.prompt_ids:
             yield f"prompt_ids of a prompt with {describe(probe.prompt)} are not those of its expanded text"

@@ -38,7 +38,8 @@ _WITH_MODEL: dict[str, Callable[..., checks.Problems]] = {
     "as generated": with_model.as_generated,
     "pixels matter": with_model.pixels_matter,
 }
-_OF_PICTURES = ("spans cover features", "vision ids are complete", "pixels matter")
+_BY_CHARACTERS = "spans cover features"
+_OF_PICTURES = (_BY_CHARACTERS, "vision ids are complete", "pixels matter")
 ENCODED = "rows are encoded"
 CHECKS = (ENCODED, *_WITHOUT_MODEL, *_WITH_MODEL)
 """Names of all checks."""
@@ -135,6 +136,8 @@ def _run(
 ) -> Outcome:
     if not any(one.texts for one in found) and (adapter.family.slot or name in _OF_PICTURES):
         return Outcome(name=name, result="not run", detail="no row with pictures could be encoded")
+    if name == _BY_CHARACTERS and not adapter.tokenizer.is_fast:
+        return Outcome(name=name, result="not run", detail="the tokenizer does not tell the characters of a token")
     try:
         problems = list(dict.fromkeys(work(adapter, found, *more)))
     except _MISFITS as error:
