@@ -14,7 +14,7 @@ import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from digits import MODEL_DIR
-from shared import parse_options, print_result
+from shared import GENERATORS, parse_options, print_result
 from vlmroll import GRPOConfig, GRPOTrainer
 
 TOPICS = ("rain", "a red bus", "seven ducks", "the sea", "old maps", "a quiet street", "bread", "the night train")
@@ -61,11 +61,12 @@ def mean_reward(trainer: GRPOTrainer) -> float:
 
 def main() -> None:
     started = time.perf_counter()
-    parser = parse_options(__doc__ or "", steps=60, output_dir="outputs/grpo_text")
+    parser = parse_options(__doc__ or "", steps=60, output_dir="outputs/grpo_text", choose_generator=True)
     parser.add_argument("--model", default=None, help="hub id or path; default: a tiny random model")
     parser.add_argument("--dataset", default=None, help="hub id with a column `prompt`; default: prompts made here")
     parser.add_argument("--learning-rate", type=float, default=None, help="default: 1e-3 (tiny model) or 1e-5")
     parser.add_argument("--max-completion-length", type=int, default=24)
+    parser.add_argument("--batch-size", type=int, default=32, help="completions of a step, 8 for each prompt")
     args = parser.parse_args()
     model, tokenizer = (args.model, None) if args.model else tiny_model(args.seed)
     rows = prompts(args.dataset)
@@ -75,14 +76,15 @@ def main() -> None:
         max_steps=args.steps,
         learning_rate=args.learning_rate or (1e-5 if args.model else 1e-3),
         lr_scheduler_type="constant",
-        per_device_train_batch_size=32,
-        per_device_eval_batch_size=32,
+        per_device_train_batch_size=args.batch_size,
+        per_device_eval_batch_size=args.batch_size,
         num_generations=8,
         max_completion_length=args.max_completion_length,
         gradient_checkpointing=bool(args.model),
         logging_steps=10,
         save_strategy="no",
         report_to="none",
+        **GENERATORS[args.generator],
     )
     evaluation = rows[:16] if isinstance(rows, list) else rows.select(range(16))
     trainer = GRPOTrainer(
@@ -95,7 +97,10 @@ def main() -> None:
     )
     before = mean_reward(trainer)
     trainer.train()
-    print_result(started, args, reward_before=before, reward_after=mean_reward(trainer))
+    after = mean_reward(trainer)
+    if args.model:
+        trainer.save_model()
+    print_result(started, args, reward_before=before, reward_after=after)
 
 
 if __name__ == "__main__":

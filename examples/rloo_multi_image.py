@@ -1,6 +1,7 @@
 """Train a small vision-language model with RLOO on questions about several pictures of handwritten digits.
 
     python examples/rloo_multi_image.py
+    python examples/rloo_multi_image.py --generator vllm-colocate
 
 Runs on a CPU without a network. The model in assets/ can see digits but chooses badly; the reward is 1 for a right
 answer. Prints the accuracy on held-out digits before and after.
@@ -9,13 +10,15 @@ answer. Prints the accuracy on held-out digits before and after.
 import time
 
 from digits import MAX_TOKENS, MODEL_DIR, accuracy_reward, make_rows
-from shared import greedy_accuracy, parse_options, print_result
+from shared import GENERATORS, greedy_accuracy, parse_options, print_result
 from vlmroll import RLOOConfig, RLOOTrainer
 
 
 def main() -> None:
     started = time.perf_counter()
-    args = parse_options(__doc__ or "", steps=120, output_dir="outputs/rloo_multi_image").parse_args()
+    args = parse_options(
+        __doc__ or "", steps=120, output_dir="outputs/rloo_multi_image", choose_generator=True
+    ).parse_args()
     config = RLOOConfig(
         output_dir=args.output_dir,
         seed=args.seed,
@@ -29,6 +32,7 @@ def main() -> None:
         logging_steps=10,
         save_strategy="no",
         report_to="none",
+        **GENERATORS[args.generator],
     )
     trainer = RLOOTrainer(
         model=str(MODEL_DIR),

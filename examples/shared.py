@@ -14,13 +14,24 @@ from digits import MAX_TOKENS, Row, accuracy_reward  # noqa: E402
 from vlmroll import Generator, SamplingParams  # noqa: E402
 from vlmroll_processors import ProcessorAdapter  # noqa: E402
 
+GENERATORS: dict[str, dict[str, Any]] = {
+    "transformers": {},
+    "vllm-colocate": {"use_vllm": True, "vllm_engine_kwargs": {"enforce_eager": True}},
+    "vllm-server": {"use_vllm": True, "vllm_mode": "server"},
+}
+"""What generates, and the options of a config that say so. A server is started by `vlmroll serve MODEL`."""
 
-def parse_options(description: str, *, steps: int, output_dir: str) -> argparse.ArgumentParser:
+
+def parse_options(
+    description: str, *, steps: int, output_dir: str, choose_generator: bool = False
+) -> argparse.ArgumentParser:
     """A parser with the options that all examples have."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of data order, sampling and new weights")
     parser.add_argument("--steps", type=positive, default=steps, help="optimizer steps")
     parser.add_argument("--output-dir", default=output_dir, help="where logs and checkpoints go")
+    if choose_generator:
+        parser.add_argument("--generator", choices=GENERATORS, default="transformers", help="what generates")
     return parser
 
 

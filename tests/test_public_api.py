@@ -15,6 +15,7 @@ PUBLIC_NAMES = {
     "vlmroll": [
         "Batch",
         "Completion",
+        "ContinuousBatchingGenerator",
         "GRPOConfig",
         "GRPOTrainer",
         "GenerationOutput",
@@ -27,6 +28,8 @@ PUBLIC_NAMES = {
         "SamplingParams",
         "ScriptedGenerator",
         "TransformersGenerator",
+        "VLLMColocateGenerator",
+        "VLLMServerGenerator",
         "advantages",
         "losses",
         "rewards",

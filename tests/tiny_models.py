@@ -97,7 +97,7 @@ def _ids() -> dict[str, Any]:
 
 def _text_config(**more: Any) -> dict[str, Any]:
     base: dict[str, Any] = {"vocab_size": 336, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    base |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": tokenizer().pad_token_id}
+    base |= {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": tokenizer().pad_token_id}
     base |= {"eos_token_id": tokenizer().eos_token_id, "bos_token_id": None}
     return {**base, **more}
 
@@ -140,21 +140,21 @@ def tiny(name: str) -> Tiny:
     if name in BUILDERS or name in UNKNOWN:
         return Tiny(name, *build(name))
     if name == "text":
-        config = hf.Qwen3Config(**_text_config(head_dim=16))
+        config = hf.Qwen3Config(**_text_config(head_dim=32))
         return Tiny(name, randomise(hf.Qwen3ForCausalLM(config)), tokenizer())
     wide = {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48}
     if name == "qwen2_vl":
-        text = _text_config(rope_parameters=_rope([2, 3, 3]))
+        text = _text_config(rope_parameters=_rope([4, 6, 6]))
         vision = _vision_config(embed_dim=32, hidden_size=64, mlp_ratio=2)
         model = hf.Qwen2VLForConditionalGeneration(hf.Qwen2VLConfig(text_config=text, vision_config=vision, **_ids()))
     elif name == "qwen2_5_vl":
-        text = _text_config(rope_parameters=_rope([2, 3, 3]))
+        text = _text_config(rope_parameters=_rope([4, 6, 6]))
         vision = _vision_config(**wide, window_size=32, fullatt_block_indexes=[1])
         model = hf.Qwen2_5_VLForConditionalGeneration(
             hf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_ids())
         )
     elif name == "qwen3_vl":
-        text = _text_config(head_dim=16, rope_parameters=_rope([4, 2, 2], mrope_interleaved=True))
+        text = _text_config(head_dim=32, rope_parameters=_rope([8, 4, 4], mrope_interleaved=True))
         vision = _vision_config(**wide, num_position_embeddings=64, deepstack_visual_indexes=[0, 1])
         model = hf.Qwen3VLForConditionalGeneration(hf.Qwen3VLConfig(text_config=text, vision_config=vision, **_ids()))
     elif name == "qwen3_5":

@@ -9,8 +9,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from PIL import Image
+
 from vlmroll_processors.assembly import assemble
 from vlmroll_processors.families import Family
+from vlmroll_processors.families.base import Sized
+from vlmroll_processors.images import Picture
 from vlmroll_processors.media import Medium
 from vlmroll_processors.messages import Chat, read_row
 from vlmroll_processors.reading import Reader, pixels_of, smaller
@@ -124,6 +128,19 @@ class FamilyAdapter:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of sampled ids, without special tokens."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def engine_picture(self, picture: Picture) -> Image.Image:
+        """A picture for an engine that runs `engine_processor` by itself, so that it makes the same of it."""
+        sized = Sized(image=picture.image, own=dict(picture.resize), budget=self.budget)
+        return self.family.engine_picture(self.processor, sized)
+
+    def engine_key(self, picture: Picture) -> str:
+        """What tells a picture, in the size that an engine gets it, from every other: the key of its caches."""
+        return repr((picture.sha256, picture.resize, sorted(self.budget.items())))
+
+    def engine_processor(self) -> Any:
+        """The processor that an engine has to run."""
+        return self.family.engine_processor(self.processor, self.budget)
 
     def encode(self, rows: Sequence[Row], row_ids: Sequence[int] | None = None) -> list[Prompt]:
         """Encode rows; each distinct prompt and each distinct picture is processed once.

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vlmroll import advantages, losses, rewards
     from vlmroll.config import GRPOConfig, PolicyConfig, RLOOConfig
-    from vlmroll.generators import Generator, ScriptedGenerator, TransformersGenerator
+    from vlmroll.generators import (
+        ContinuousBatchingGenerator,
+        Generator,
+        ScriptedGenerator,
+        TransformersGenerator,
+        VLLMColocateGenerator,
+        VLLMServerGenerator,
+    )
     from vlmroll.grpo import GRPOTrainer
     from vlmroll.rloo import RLOOTrainer
     from vlmroll.trainer import PolicyTrainer
@@ -25,6 +32,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Batch": "types",
     "Completion": "types",
+    "ContinuousBatchingGenerator": "generators",
     "GRPOConfig": "config",
     "GRPOTrainer": "grpo",
     "GenerationOutput": "types",
@@ -37,6 +45,8 @@ _HOME = {
     "SamplingParams": "types",
     "ScriptedGenerator": "generators",
     "TransformersGenerator": "generators",
+    "VLLMColocateGenerator": "generators",
+    "VLLMServerGenerator": "generators",
     "advantages": "",
     "losses": "",
     "rewards": "",
@@ -58,6 +68,7 @@ def __dir__() -> list[str]:
 __all__ = [
     "Batch",
     "Completion",
+    "ContinuousBatchingGenerator",
     "GRPOConfig",
     "GRPOTrainer",
     "GenerationOutput",
@@ -70,6 +81,8 @@ __all__ = [
     "SamplingParams",
     "ScriptedGenerator",
     "TransformersGenerator",
+    "VLLMColocateGenerator",
+    "VLLMServerGenerator",
     "advantages",
     "losses",
     "rewards",

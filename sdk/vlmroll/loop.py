@@ -71,10 +71,12 @@ class RoundTrainer(Trainer):
         return data.round_loader(self.train_dataset, schedule)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train; see `transformers.Trainer.train`."""
+        """Train; see `transformers.Trainer.train`. The generator has the trained weights in the end."""
         self._round, self._resumed_from = None, None
         self._forget_logs()
-        return super().train(*args, **kwargs)
+        result = super().train(*args, **kwargs)
+        self.generator.sync_weights(self.model)
+        return result
 
     def _forget_logs(self) -> None:
         """Start metrics and tables anew: a run that failed may have left some."""

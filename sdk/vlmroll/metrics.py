@@ -10,7 +10,8 @@ Kind = Literal["mean", "min", "max", "sum"]
 Entry = tuple[Kind, float, float]  # kind, running value (the total for a mean), weight
 _RESERVED = "loss grad_norm learning_rate epoch step reward reward_std frac_reward_zero_std entropy kl num_tokens"
 RESERVED = (*_RESERVED.split(), "step_time", "cispo_clip_ratio")
-RESERVED_PREFIXES = ("rewards/", "completions/", "prompts/", "images/", "batch/", "clip_ratio/", "profiling/", "eval_")
+_PREFIXES = "rewards/ completions/ prompts/ images/ batch/ clip_ratio/ sampling/ profiling/ eval_"
+RESERVED_PREFIXES = tuple(_PREFIXES.split())
 """Names of the trainer's own metrics, which a reward function must not mix its numbers into."""
 
 Gather = Callable[[list[Any]], list[Any]]
@@ -30,6 +31,7 @@ class Metrics:
     def __init__(self, owner: str) -> None:
         self._owner = owner
         self._entries: dict[str, Entry] = {}
+        self._said: set[str] = set()
         self.columns: dict[str, list[Any]] = {}
 
     def add(self, kind: Kind, name: str, value: float, weight: float = 1.0) -> None:
@@ -50,6 +52,17 @@ class Metrics:
             self.add_mean(f"{prefix}mean{suffix}", sum(values) / len(values), len(values))
             self.add("min", f"{prefix}min{suffix}", min(values))
             self.add("max", f"{prefix}max{suffix}", max(values))
+
+    def mean_so_far(self, name: str) -> tuple[float, float]:
+        """A mean of this process since the last log line, and its weight."""
+        _, total, weight = self._entries[name]
+        return total / weight, weight
+
+    def first_time(self, what: str) -> bool:
+        """Whether nobody has asked about `what` before; for warnings that are given once."""
+        known = what in self._said
+        self._said.add(what)
+        return not known
 
     def log_metric(self, name: str, value: Any) -> None:
         """Add a number that a reward function logs, to the mean under its name.

@@ -4,18 +4,27 @@ Metrics are aggregated by what they are (`vlmroll.metrics`): a mean is weighted 
 the minimum over all steps and processes between two log lines.
 """
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from vlmroll.advantages import nan_std, zero_variance
-from vlmroll.losses import PolicyTerm
+from vlmroll.losses import Mask, PerRow, PerToken, PolicyTerm
 from vlmroll.metrics import Metrics
 from vlmroll.rollouts import sequence_kl
 from vlmroll.types import Batch, Rollout
 
+logger = logging.getLogger(__name__)
+
 Bounds = tuple[float | None, float]
+
+_LARGE_DIFFERENCE = 0.1
+"""Nats a token. Rounding to bfloat16 makes about 0.02; at 0.1 a hundred tokens add up to a ratio of e or 1/e."""
+_ENOUGH_TOKENS = 32
+"""The mean of fewer may be that large by chance."""
+_DIFFERENCE = "sampling/sampling_logp_difference"
 
 
 def report_rollouts(metrics: Metrics, rollouts: Sequence[Rollout], *, kl: bool) -> None:
@@ -85,3 +94,39 @@ def report_loss(
             metrics.add_mean(name, float((values.detach() * batch.loss_mask).sum()) / tokens, tokens)
     attention = batch.padded.attention_mask
     metrics.add_mean("batch/pad_frac", 1 - float(attention.float().mean()), attention.numel())
+
+
+def report_mismatch(
+    metrics: Metrics, rollouts: Sequence[Rollout], mask: Mask, gap: PerToken, weights: PerRow | PerToken
+) -> None:
+    """How far an engine's log-probabilities are from the policy's, also by number of pictures, in one micro-batch.
+
+    Args:
+        mask: [B, C] 1 where a token counts in the loss.
+        gap: see `mismatch.difference`.
+        weights: see `mismatch.importance_weights`.
+    """
+    counted = mask.bool().cpu()
+    known, sizes = counted & ~gap.isnan().cpu(), gap.abs().double().cpu()
+    names = ("text_only", "one_image", "many_images")
+    numbers = torch.tensor([min(2, len(r.prompt.images) + len(r.prompt.videos)) for r in rollouts])
+    parts = {_DIFFERENCE: known}
+    parts |= {f"{_DIFFERENCE}/{name}": known & (numbers == i)[:, None] for i, name in enumerate(names)}
+    for name, part in parts.items():
+        if len(values := sizes[part]):
+            metrics.add_mean(f"{name}/mean", float(values.mean()), len(values))
+            metrics.add("max", f"{name}/max", float(values.max()))
+    kept = counted if weights.shape == counted.shape else counted.any(1, keepdim=True)
+    metrics.add_spread("sampling/importance_sampling_ratio/", weights.cpu()[kept].tolist())
+    if known.any():
+        _warn_of_mismatch(metrics)
+
+
+def _warn_of_mismatch(metrics: Metrics) -> None:
+    mean, tokens = metrics.mean_so_far(f"{_DIFFERENCE}/mean")
+    if mean > _LARGE_DIFFERENCE and tokens >= _ENOUGH_TOKENS and metrics.first_time("mismatch"):
+        logger.warning(
+            "log-probabilities of the engine and of the policy differ by %.2g a token, rounding explains about 0.02: "
+            "give the engine the policy's dtype, and look for what else differs with `vlmroll check`",
+            mean,
+        )

@@ -7,6 +7,7 @@ dataset rows, which gives the same values.
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,18 +41,29 @@ def save_round(current: Round, folder: str | Path, rank: int, plan: Mapping[str,
             "prompt": _digest(rollout.prompt),
             "group": rollout.group,
             "completion_ids": rollout.completion.completion_ids,
-            "logprobs": rollout.completion.logprobs,
+            "logprobs": _or_null(rollout.completion.logprobs),
             "finish_reason": rollout.completion.finish_reason,
             "policy_version": rollout.completion.policy_version,
+            "truncated": rollout.completion.truncated,
             "rewards": dict(rollout.rewards),
             "reward": None if rollout.reward != rollout.reward else rollout.reward,
             "advantage": rollout.advantage,
+            "mismatch": None if rollout.mismatch is None else _or_null(rollout.mismatch),
             **{name: getattr(rollout, name) for name in _SCORES},
         }
         for rollout in current.rollouts
     ]
     content = {"epoch": current.epoch, "round": current.number, "plan": dict(plan), "rollouts": records}
     _path(folder, rank).write_text(json.dumps(content, allow_nan=False))
+
+
+def _or_null(values: Sequence[float]) -> list[float | None]:
+    """What an engine reported, or did not: JSON has no NaN."""
+    return [value if math.isfinite(value) else None for value in values]
+
+
+def _or_nan(values: Sequence[float | None]) -> tuple[float, ...]:
+    return tuple(float("nan") if value is None else value for value in values)
 
 
 def _digest(prompt: Prompt) -> str:
@@ -77,7 +89,9 @@ def check_plan(folder: str | Path, rank: int, plan: Mapping[str, Any]) -> None:
 
 
 def _scores(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: None if record[name] is None else tuple(record[name]) for name in _SCORES}
+    scores = {name: None if record[name] is None else tuple(record[name]) for name in _SCORES}
+    mismatch = record.get("mismatch")  # not in checkpoints of the first release
+    return scores | {"mismatch": None if mismatch is None else _or_nan(mismatch)}
 
 
 def load_round(
@@ -110,9 +124,10 @@ def load_round(
             prompt=prompts[record["row_id"]],
             completion=Completion(
                 completion_ids=tuple(record["completion_ids"]),
-                logprobs=tuple(record["logprobs"]),
+                logprobs=_or_nan(record["logprobs"]),
                 finish_reason=record["finish_reason"],
                 policy_version=record["policy_version"],
+                truncated=record.get("truncated", False),
             ),
             row=rows[record["row_id"]],
             row_id=record["row_id"],

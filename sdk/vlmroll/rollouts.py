@@ -5,7 +5,7 @@ All of it works on lists of `Rollout` and on plain numbers gathered from all pro
 
 import logging
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -139,11 +139,20 @@ def check_lengths(encoded: Encoded, max_new: int, context: int | None) -> None:
 
 
 def generate_shares(
-    generator: Generator, prompts: Sequence[Prompt], sampling: SamplingParams, shares: Sequence[Share]
+    generator: Generator,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    shares: Sequence[Share],
+    gather: Gather = list,
 ) -> list[tuple[Completion, ...]]:
-    """The completions of each share; prompts that need as many completions go to the generator together."""
+    """The completions of each share; prompts that need as many completions go to the generator together.
+
+    Args:
+        gather: list -> the concatenated lists of all processes, for generators that all of them have to call together.
+    """
     completions: list[tuple[Completion, ...]] = [()] * len(shares)
-    for count in sorted({share.count for share in shares}):
+    counts = [share.count for share in shares]
+    for count in sorted(set(gather(counts) if getattr(generator, "collective", False) else counts)):
         chosen = [i for i, share in enumerate(shares) if share.count == count]
         # Calls of one round must not draw the same random numbers.
         seed = None if sampling.seed is None else sampling.seed + count
@@ -189,6 +198,14 @@ def with_scores(rollouts: Sequence[Rollout], **scores: torch.Tensor | None) -> l
         replace(rollout, **{name: tuple(rows[i][:length]) for name, rows in given.items()})
         for i, (rollout, length) in enumerate(zip(rollouts, lengths, strict=True))
     ]
+
+
+def rescored(
+    rollouts: Sequence[Rollout], size: int, score: Callable[[Sequence[Rollout]], Mapping[str, torch.Tensor | None]]
+) -> list[Rollout]:
+    """The rollouts with the scores that `score` gives `size` of them at a time; see `with_scores`."""
+    chunks = [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
+    return [rollout for chunk in chunks for rollout in with_scores(chunk, **score(chunk))]
 
 
 def sequence_kl(rollout: Rollout) -> float:

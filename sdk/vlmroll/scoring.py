@@ -17,6 +17,8 @@ import torch
 from jaxtyping import Float, Int
 from torch.utils.checkpoint import checkpoint
 
+from vlmroll.mismatch import Truncation, truncated_logprobs
+from vlmroll.modeling import eval_mode
 from vlmroll.types import Batch, Rollout
 from vlmroll_processors import PaddedBatch, collate
 from vlmroll_processors.collate import pad
@@ -29,10 +31,12 @@ class Scores:
     Attributes:
         logprobs: [B, C] of the sampled ids at the sampling temperature, banned ids removed.
         entropies: [B, C] of the same distributions, in nats, without gradient; None unless asked for.
+        truncated: [B, C] as logprobs, after truncation, without gradient; None unless asked for.
     """
 
     logprobs: Float[torch.Tensor, "B C"]
     entropies: Float[torch.Tensor, "B C"] | None
+    truncated: Float[torch.Tensor, "B C"] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +114,7 @@ def check_head(model: Any, batch: PaddedBatch, tolerance: float = 1e-3) -> None:
     forward = getattr(model, "_original_forward", model)
     largest = max(batch.pieces, key=lambda piece: len(piece.forward_kwargs))  # pictures, where there are some
     inputs = batch.model_inputs(largest, dtype=model.dtype)
-    with torch.no_grad(), torch.autocast(batch.input_ids.device.type, enabled=False):
+    with eval_mode(model), torch.no_grad(), torch.autocast(batch.input_ids.device.type, enabled=False):
         hidden = head.backbone(**inputs, use_cache=False).last_hidden_state[:, -1:]
         ours = head.logits(hidden)
         theirs = forward(**inputs, use_cache=False, logits_to_keep=1).logits[:, -1:]  # some keep all, whatever asked
@@ -144,6 +148,7 @@ def policy_logprobs(
     banned_ids: Sequence[int] = (),
     chunk_size: int = 1024,
     with_entropy: bool = False,
+    truncation: Truncation | None = None,
 ) -> Scores:
     """Score the completions of a batch.
 
@@ -154,6 +159,7 @@ def policy_logprobs(
         banned_ids: ids that could not be sampled; their probability is 0.
         chunk_size: completion tokens whose logits exist at one time.
         with_entropy: also return entropies.
+        truncation: also return log-probabilities under it.
 
     Example:
         >>> policy_logprobs(model, batch).logprobs.shape  # doctest: +SKIP
@@ -171,22 +177,26 @@ def policy_logprobs(
     chosen = batch.completion_mask.bool()
     hidden, ids = states[chosen], batch.completion_ids[chosen]
 
-    def score(hidden: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def score(hidden: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         logits = head.logits(hidden)
         logits[:, list(banned_ids)] = float("-inf")
         logprobs = token_logprobs(logits, ids, temperature)
-        # Entropy comes last: computing again for the backward pass ends where the last needed value is made.
-        return logprobs, _entropy(logits, temperature) if with_entropy else torch.zeros_like(logprobs)
+        # The others come last: computing again for the backward pass ends where the last needed value is made.
+        none = torch.zeros_like(logprobs)
+        entropies = _entropy(logits, temperature) if with_entropy else none
+        truncated = none if truncation is None else truncated_logprobs(logits, ids, temperature, truncation)
+        return logprobs, entropies, truncated
 
     pieces = [
         checkpoint(score, piece, piece_ids, use_reentrant=False) if torch.is_grad_enabled() else score(piece, piece_ids)
         for piece, piece_ids in zip(hidden.split(chunk_size), ids.split(chunk_size), strict=True)
     ]
-    logprobs, entropies = (torch.cat(values) for values in zip(*pieces, strict=True))
+    logprobs, entropies, truncated = (torch.cat(values) for values in zip(*pieces, strict=True))
     empty = states.new_zeros(chosen.shape, dtype=torch.float32)
     return Scores(
         logprobs=empty.masked_scatter(chosen, logprobs),
         entropies=empty.masked_scatter(chosen, entropies) if with_entropy else None,
+        truncated=None if truncation is None else empty.masked_scatter(chosen, truncated),
     )
 
 
@@ -246,4 +256,5 @@ def make_batch(
         loss_weights=torch.tensor([rollout.loss_weight for rollout in rollouts], dtype=torch.float32, device=device),
         old_logprobs=column("old_logprobs", torch.float32),
         ref_logprobs=column("ref_logprobs", torch.float32),
+        mismatch=column("mismatch", torch.float32),
     )

@@ -119,7 +119,8 @@ def prompt_limit(model: Any, args: PolicyConfig) -> int | None:
     Raises:
         ValueError: the longest completion leaves no room for a prompt.
     """
-    if (context := context_length(model)) is None:
+    limits = (context_length(model), args.vllm_max_model_length)
+    if (context := min((limit for limit in limits if limit is not None), default=None)) is None:
         return args.max_prompt_length
     if context <= args.max_completion_length:
         raise ValueError(

@@ -8,6 +8,7 @@ the rollouts are a list, which the loop (`vlmroll.loop`) cuts; each knows its sh
 step, so the cut never changes the gradient.
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -18,15 +19,15 @@ from typing import Any, ClassVar, cast
 import torch
 from accelerate.utils import gather_object
 
-from vlmroll import losses, reporting, rollouts, setup
+from vlmroll import engines, losses, reporting, rollouts, setup
 from vlmroll.advantages import zero_variance
 from vlmroll.completions import table_rows
 from vlmroll.config import PolicyConfig
-from vlmroll.generators import Generator, TransformersGenerator
-from vlmroll.generators.sampling import check_extra
+from vlmroll.generators import Generator
 from vlmroll.loop import RoundTrainer
 from vlmroll.losses import PolicyTerm
 from vlmroll.metrics import Metrics
+from vlmroll.mismatch import difference, importance_weights, truncation_of
 from vlmroll.modeling import call_through, eval_mode
 from vlmroll.rewards import RewardSuite
 from vlmroll.scoring import Scores, check_head, make_batch, pad_batch, policy_logprobs
@@ -84,15 +85,15 @@ class PolicyTrainer(RoundTrainer):
             setup.check_rows(role, rows)
         if generator is not None and not isinstance(cast("object", generator), Generator):
             raise TypeError(f"{name}: generator is {generator!r}; it needs generate, sync_weights, close, banned_ids")
-        if generator is None:
-            check_extra(setup.options_dict(args.generation_kwargs))
+        engines.check_options(args, generator)
         parts = setup.prepare(model, args, processing_class, peft_config)
         self.adapter, self.reference = parts.adapter, parts.reference
         functions = setup.reward_functions(reward_funcs, reward_processing_classes, args)
         self.rewards = RewardSuite(functions, args.reward_weights)
-        self.generator = TransformersGenerator(parts.model, parts.adapter) if generator is None else generator
+        self.generator = engines.make_generator(parts.model, parts.adapter, args) if generator is None else generator
         self._head_checked = False
-        self._context = setup.context_length(parts.model)
+        limits = (setup.context_length(parts.model), getattr(self.generator, "max_model_length", None))
+        self._context = min((limit for limit in limits if limit is not None), default=None)
         super().__init__(
             model=parts.model,
             args=args,
@@ -129,8 +130,13 @@ class PolicyTrainer(RoundTrainer):
         if skip and not any(gather_object([len(shares)])):
             return []
         rollouts.check_lengths(encoded, self.args.max_completion_length, self._context)
-        with metrics.timed("transformers.generate"), self.accelerator.autocast():
-            completions = rollouts.generate_shares(self.generator, encoded.prompts, self._sampling(seed), shares)
+        # An engine of its own has its own precision.
+        own = getattr(self.generator, "has_mismatch", False)
+        precision = contextlib.nullcontext() if own else self.accelerator.autocast()
+        with metrics.timed(getattr(self.generator, "metric_name", "generate")), precision:
+            completions = rollouts.generate_shares(
+                self.generator, encoded.prompts, self._sampling(seed), shares, gather_object
+            )
         found = rollouts.assemble(encoded, completions, self.generator.banned_ids)
         texts = [self.adapter.decode(rollout.completion.completion_ids) for rollout in found]
         with metrics.timed("_calculate_rewards"):
@@ -170,19 +176,20 @@ class PolicyTrainer(RoundTrainer):
         policy = entropy or kl_in_reward or args.gradient_accumulation_steps % period != 0
         if not policy and self.reference is None:
             return found
-        scored: list[Rollout] = []
-        for start in range(0, len(found), args.per_device_train_batch_size):
-            chunk = list(found[start : start + args.per_device_train_batch_size])
-            padded = self._pad(chunk)
+
+        def score(chunk: Sequence[Rollout]) -> dict[str, torch.Tensor | None]:
+            padded = pad_batch(chunk, **self._padding)
+            result: dict[str, torch.Tensor | None] = {}
             if policy:
-                scores = self._score_frozen(self.model, padded, with_entropy=entropy)
-                chunk = rollouts.with_scores(chunk, old_logprobs=scores.logprobs, entropies=scores.entropies)
+                scores = self._score_frozen(self.model, padded, rows=chunk, entropy=entropy)
+                result = {"old_logprobs": scores.logprobs, "entropies": scores.entropies}
+                result["mismatch"] = self._gap(chunk, scores)
             if self.reference is not None:
                 with self.reference.using() as model:
-                    scores = self._score_frozen(model, padded)
-                chunk = rollouts.with_scores(chunk, ref_logprobs=scores.logprobs)
-            scored.extend(chunk)
-        return scored
+                    result["ref_logprobs"] = self._score_frozen(model, padded).logprobs
+            return result
+
+        return rollouts.rescored(found, args.per_device_train_batch_size, score)
 
     def _with_advantages(self, found: Sequence[Rollout], num_generations: int, metrics: Metrics) -> list[Rollout]:
         """Rewards of all processes to advantages; this process's part of them goes into its rollouts."""
@@ -228,13 +235,18 @@ class PolicyTrainer(RoundTrainer):
         args, metrics = self.args, self.metrics["train" if model.training else "eval"]
         started = time.perf_counter()
         batch = make_batch(inputs, **self._padding)
-        scores = self._score(model, batch.padded, with_entropy=True)
+        scores = self._score(model, batch.padded, rows=inputs, entropy=True)
         left_out = batch.loss_mask == 0
         # What does not count is set to 0 before any arithmetic: an infinite value times 0 would be NaN.
         logprobs = scores.logprobs.masked_fill(left_out, 0.0)
         old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs.masked_fill(left_out, 0)
         term = self.policy_term(logprobs, old_logprobs, batch)
         per_token = term.loss if batch.entropy_mask is None else term.loss * batch.entropy_mask
+        gap = self._gap(inputs, scores) if batch.old_logprobs is None else batch.mismatch
+        if gap is not None:
+            weights = importance_weights(gap, batch.loss_mask, **args.mismatch_bounds)
+            per_token = per_token * weights if args.vllm_importance_sampling_correction else per_token
+            reporting.report_mismatch(metrics, inputs, batch.loss_mask, gap, weights)
         extras = {} if scores.entropies is None else {"entropy": scores.entropies}
         if self.kl_in_loss and batch.ref_logprobs is not None:
             kl = losses.k3_kl(logprobs, batch.ref_logprobs.masked_fill(left_out, 0))
@@ -251,9 +263,6 @@ class PolicyTrainer(RoundTrainer):
         low, high = self.args.clip_range
         return 1 - low, 1 + high
 
-    def _pad(self, chunk: Sequence[Rollout]) -> PaddedBatch:
-        return pad_batch(chunk, **self._padding)
-
     @property
     def _padding(self) -> dict[str, Any]:
         return {
@@ -262,24 +271,30 @@ class PolicyTrainer(RoundTrainer):
             "pad_to_multiple_of": self.args.pad_to_multiple_of,
         }
 
-    def _score(self, model: Any, padded: PaddedBatch, *, with_entropy: bool = False) -> Scores:
-        inner = self.accelerator.unwrap_model(model)
+    def _gap(self, rows: Sequence[Rollout], scores: Scores) -> torch.Tensor | None:
+        """See `mismatch.difference`; None where the policy itself samples."""
+        engine = getattr(self.generator, "has_mismatch", False)
+        return difference(rows, scores.logprobs, scores.truncated) if engine else None
+
+    def _score(self, model: Any, padded: PaddedBatch, *, rows: Sequence[Rollout] = (), entropy: bool = False) -> Scores:
+        """`rows` are those of `padded`, where their scores are held against the engine's."""
+        args, inner = self.args, self.accelerator.unwrap_model(model)
         if not self._head_checked:
-            with eval_mode(inner):
-                check_head(inner, padded)
+            check_head(inner, padded)
             self._head_checked = True
         work = partial(
             policy_logprobs,
             inner,
             padded,
-            temperature=self.args.temperature,
+            temperature=args.temperature,
             banned_ids=sorted(self.generator.banned_ids),
-            chunk_size=self.args.logprob_chunk_size,
-            with_entropy=with_entropy,
+            chunk_size=args.logprob_chunk_size,
+            with_entropy=entropy,
+            truncation=truncation_of(rows, min_p=args.min_p, top_k=args.top_k, top_p=args.top_p),
         )
         with self.accelerator.autocast():
             return call_through(model, inner, work)
 
-    def _score_frozen(self, model: Any, padded: PaddedBatch, *, with_entropy: bool = False) -> Scores:
+    def _score_frozen(self, model: Any, padded: PaddedBatch, **more: Any) -> Scores:
         with torch.no_grad(), eval_mode(model):
-            return self._score(model, padded, with_entropy=with_entropy)
+            return self._score(model, padded, **more)

@@ -69,12 +69,14 @@ class Completion:
             top_k, min_p and penalties: the number that training scores again.
         finish_reason: "stop" at a stop token, "length" at the limit.
         policy_version: how often the weights had been synchronised when it was sampled.
+        truncated: logprobs are of the distribution after min_p, top_k and top_p, in this order, normalised again.
     """
 
     completion_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     policy_version: int = 0
+    truncated: bool = False
 
     def __post_init__(self) -> None:
         if not self.completion_ids or len(self.completion_ids) != len(self.logprobs):
@@ -142,6 +144,8 @@ class Rollout:
         old_logprobs: [C] under the policy as it was when the round began; None while that is the current policy.
         ref_logprobs: [C] under the reference model; None without one.
         entropies: [C] of the policy's distributions when the round began, in nats; None unless asked for.
+        mismatch: [C] log-probabilities of the policy when the round began less those of its engine, NaN where the
+            engine gave none; None while that is the current policy, and where the policy itself samples.
         loss_mask: [C] 1 where a token counts in the loss and in its normaliser; None means everywhere.
         entropy_mask: [C] 1 where the policy term counts (`top_entropy_quantile`); None means everywhere.
         loss_weight: the share of each counted token in the optimizer step's loss.
@@ -158,12 +162,13 @@ class Rollout:
     old_logprobs: tuple[float, ...] | None = None
     ref_logprobs: tuple[float, ...] | None = None
     entropies: tuple[float, ...] | None = None
+    mismatch: tuple[float, ...] | None = None
     loss_mask: tuple[int, ...] | None = None
     entropy_mask: tuple[int, ...] | None = None
     loss_weight: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("old_logprobs", "ref_logprobs", "entropies", "loss_mask", "entropy_mask"):
+        for name in ("old_logprobs", "ref_logprobs", "entropies", "mismatch", "loss_mask", "entropy_mask"):
             values: Sequence[float] | None = getattr(self, name)
             if values is not None and len(values) != len(self.completion.completion_ids):
                 raise ValueError(f"{name} has {len(values)} values for {len(self.completion.completion_ids)} tokens")
@@ -191,6 +196,7 @@ class Batch:
         loss_weights: [B] the share of each counted token in the optimizer step's loss.
         old_logprobs: [B, C] or None, see `Rollout`.
         ref_logprobs: [B, C] or None.
+        mismatch: [B, C] or None, see `Rollout`.
     """
 
     padded: PaddedBatch
@@ -200,3 +206,4 @@ class Batch:
     loss_weights: Float[torch.Tensor, " B"]
     old_logprobs: Float[torch.Tensor, "B C"] | None
     ref_logprobs: Float[torch.Tensor, "B C"] | None
+    mismatch: Float[torch.Tensor, "B C"] | None

@@ -237,7 +237,7 @@ def test_bfloat16_trains_near_float32(tmp_path: Path) -> None:
     """Mixed precision on a CPU: every pass under autocast, the check of the model's head included."""
     (full,) = gradients("grpo", tmp_path, max_steps=1, beta=0.1)
     (mixed,) = gradients("grpo", tmp_path, max_steps=1, beta=0.1, bf16=True)
-    assert 0 < relative_difference(full, mixed) < 0.2
+    assert 0 < relative_difference(full, mixed) < 0.3
 
 
 def test_a_given_adapter_resumes_and_its_frozen_tower_stays_frozen(tmp_path: Path) -> None:

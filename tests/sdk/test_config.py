@@ -34,28 +34,14 @@ WORKING = """
     mask_truncated_completions top_entropy_quantile use_bias_correction_kl log_completions log_multimodal
     num_completions_to_print log_unique_prompts learning_rate logging_steps gradient_checkpointing bf16
     drop_zero_variance_groups freeze_vision_tower min_pixels max_pixels max_prompt_length long_prompts
-    logprob_chunk_size
+    logprob_chunk_size vllm_importance_sampling_correction vllm_importance_sampling_mode
+    vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min use_vllm vllm_mode vllm_model_impl
+    vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url vllm_server_host vllm_server_port
+    vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size
+    vllm_engine_kwargs
+    use_transformers_continuous_batching transformers_continuous_batching_config
 """.split()  # noqa: SIM905
 REFUSED: dict[str, Any] = {
-    "use_vllm": True,
-    "vllm_mode": "server",
-    "vllm_model_impl": "transformers",
-    "vllm_enable_sleep_mode": True,
-    "vllm_structured_outputs_regex": "a+",
-    "vllm_server_base_url": "http://localhost:8000",
-    "vllm_server_host": "localhost",
-    "vllm_server_port": 8001,
-    "vllm_server_timeout": 1.0,
-    "vllm_group_port": 1,
-    "vllm_gpu_memory_utilization": 0.9,
-    "vllm_max_model_length": 4096,
-    "vllm_tensor_parallel_size": 2,
-    "vllm_importance_sampling_correction": False,
-    "vllm_importance_sampling_mode": "token_mask",
-    "vllm_importance_sampling_clip_max": 2.0,
-    "vllm_importance_sampling_clip_min": 0.5,
-    "use_transformers_continuous_batching": True,
-    "transformers_continuous_batching_config": {"max_memory_percent": 0.5},
     "cache_implementation": "static",
     "max_tool_calling_iterations": 3,
     "entropy_coef": 0.01,
@@ -134,6 +120,11 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("pad_to_multiple_of", "some", "'auto', 'none' or an int"),
     ("model_init_kwargs", "float32", "a dict, or a JSON object"),
     ("generation_kwargs", "top_k=1", "a dict, or a JSON object"),
+    ("vllm_importance_sampling_mode", "token", "'token_mask', 'token_truncate', 'sequence_mask', 'sequence_truncate'"),
+    ("vllm_importance_sampling_clip_max", 0.0, "greater than 0, or None"),
+    ("vllm_importance_sampling_clip_max", None, "mode 'sequence_mask' needs a bound"),
+    ("vllm_importance_sampling_clip_min", -0.5, "greater than 0, or None"),
+    ("vllm_importance_sampling_clip_min", 3.0, "less than vllm_importance_sampling_clip_max=3.0"),
     ("chat_template_kwargs", "thinking", "a dict, or a JSON object"),
 ]
 
@@ -249,6 +240,45 @@ def test_values_out_of_range_raise(name: str, value: Any, rule: str) -> None:
     assert rule in message
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_batch_token", "did you mean 'max_batch_tokens'?"),
+        ("gpu_utilization", "it has ['allow_block_sharing', "),
+        ("seed", "each call has a seed of its own"),
+        ("return_logprobs", "always reported"),
+    ],
+)
+def test_continuous_batching_takes_the_settings_of_transformers(name: str, hint: str) -> None:
+    message = error_of(
+        GRPOConfig, use_transformers_continuous_batching=True, transformers_continuous_batching_config={name: 1}
+    )
+    assert message.startswith("transformers_continuous_batching_config: ")
+    assert repr(name) in message
+    assert hint in message
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "8"])
+def test_sizes_of_continuous_batching_are_whole_numbers(value: Any) -> None:
+    message = error_of(
+        GRPOConfig,
+        use_transformers_continuous_batching=True,
+        transformers_continuous_batching_config={"num_blocks": value},
+    )
+    assert message.endswith(f"num_blocks must be a whole number of at least 1, or None, got {value!r}")
+
+
+def test_settings_of_continuous_batching_are_read_where_it_generates() -> None:
+    settings = {"num_blocks": None, "max_memory_percent": 0.5}
+    config = make(
+        GRPOConfig, use_transformers_continuous_batching=True, transformers_continuous_batching_config=settings
+    )
+    assert config.transformers_continuous_batching_config == settings
+    message = error_of(GRPOConfig, transformers_continuous_batching_config=settings)
+    assert message.endswith("set use_transformers_continuous_batching=True too, or leave it out")
+    assert "a dict, or a JSON object" in error_of(GRPOConfig, transformers_continuous_batching_config="pages")
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "bnpo", "cispo"])
 def test_losses_of_grpo(loss_type: str) -> None:
     assert make(GRPOConfig, loss_type=loss_type).loss_type == loss_type
@@ -274,6 +304,15 @@ def test_rloo_has_one_objective() -> None:
     assert (config.importance_sampling_level, config.scale_rewards, config.loss_type) == ("sequence", "none", "rloo")
     assert "nothing to correct" in error_of(RLOOConfig, use_bias_correction_kl=True)
     assert "use GRPOConfig" in error_of(RLOOConfig, multi_objective_aggregation="normalize_then_sum")
+
+
+@pytest.mark.parametrize("config_class", CONFIGS)
+def test_bounds_of_the_mismatch_correction(config_class: type[PolicyConfig]) -> None:
+    low, high = "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"
+    config = make(config_class, vllm_importance_sampling_mode="token_truncate", **{low: 0.5})
+    assert config.mismatch_bounds == {"mode": "token_truncate", "clip_min": 0.5, "clip_max": 3.0}
+    make(config_class, **{low: 0.5, high: None})
+    make(config_class, vllm_importance_sampling_correction=False, **{high: None})
 
 
 def test_options_that_the_objective_would_not_read() -> None:
@@ -475,7 +514,8 @@ def test_retired_names_say_what_to_write(config_class: type[PolicyConfig], name:
 
 def test_retired_names_name_real_options() -> None:
     known = describe_options(GRPOConfig)
-    renamed = {name: text.split()[1].rstrip(",") for name, text in RETIRED.items() if text.startswith("renamed ")}
+    new = "renamed; write "
+    renamed = {name: text.removeprefix(new) for name, text in RETIRED.items() if text.startswith(new)}
     assert renamed
     assert set(renamed.values()) <= set(known)
     assert RETIRED["wandb_log_unique_prompts"] == "renamed; write log_unique_prompts"
@@ -508,6 +548,42 @@ def test_unknown_names_that_are_like_no_other() -> None:
     check_names(["beta"], ["beta"], {})
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vllm_server_port": 9}, "vllm_server_port=9 cannot be used: with use_vllm=False nothing would read it"),
+        ({"vllm_mode": "server"}, "vllm_mode='server' cannot be used: with use_vllm=False nothing would read it"),
+        ({"vllm_structured_outputs_regex": "a"}, "with use_vllm=False nothing would read it"),
+        ({"use_vllm": True, "vllm_server_host": "far"}, "with vllm_mode='colocate' nothing would read it"),
+        ({"use_vllm": True, "vllm_mode": "near"}, "must be one of 'colocate', 'server'"),
+        ({"use_vllm": True, "vllm_model_impl": "torch"}, "must be one of 'vllm', 'transformers', 'auto'"),
+        ({"use_vllm": True, "vllm_gpu_memory_utilization": 0.0}, "greater than 0 and at most 1"),
+        ({"use_vllm": True, "vllm_max_model_length": 1}, "greater than 1"),
+        ({"use_vllm": True, "vllm_tensor_parallel_size": 2}, "divide the number of training processes, which is 1"),
+        ({"use_vllm": True, "vllm_engine_kwargs": "eager"}, "a dict, or a JSON object"),
+        ({"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 0.0}, "greater than 0 seconds"),
+        (
+            {"use_vllm": True, "vllm_mode": "server", "vllm_max_model_length": 64},
+            "nothing would read it; leave it out; write --max-model-len to `vlmroll serve`",
+        ),
+    ],
+)
+def test_options_of_vllm_that_cannot_work(options: dict[str, Any], message: str) -> None:
+    assert message in error_of(GRPOConfig, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "urls"),
+    [
+        ({}, "http://127.0.0.1:8000"),
+        ({"vllm_server_host": "far", "vllm_server_port": 9}, "http://far:9"),
+        ({"vllm_server_base_url": "http://a:1,http://b:2"}, "http://a:1,http://b:2"),
+    ],
+)
+def test_the_address_of_the_server(options: dict[str, Any], urls: str) -> None:
+    assert make(RLOOConfig, use_vllm=True, vllm_mode="server", **options).vllm_urls == urls
+
+
 def test_subclasses_keep_the_rules() -> None:
     @dataclass(repr=False)
     class MyConfig(GRPOConfig):
@@ -516,7 +592,7 @@ def test_subclasses_keep_the_rules() -> None:
         bonus: float = option(0.0, help="An extra.")
 
     assert make(MyConfig, bonus=1.0, num_generations=4).bonus == 1.0
-    assert "use_vllm=True cannot be used" in error_of(MyConfig, use_vllm=True)
+    assert "entropy_coef=1.0 cannot be used" in error_of(MyConfig, entropy_coef=1.0)
     with pytest.raises(TypeError, match="num_generation"):
         make(MyConfig, num_generation=4)
 
@@ -577,8 +653,10 @@ def test_command_line_values() -> None:
     assert (config.scale_rewards, config.log_multimodal) == ("group", False)
     assert (config.generation_kwargs, config.reward_weights) == ({"suppress_tokens": [1]}, [1.0, 0.5])
     assert (config.reward_clip_range, config.pad_to_multiple_of) == ((-1.0, 1.0), 16)
-    with pytest.raises(ValueError, match="use_vllm=True cannot be used"):
-        parse(RLOOConfig, "--use_cpu", "--use_vllm")
+    config = parse(RLOOConfig, "--use_cpu", "--use_vllm", "--vllm_engine_kwargs", '{"enforce_eager":true}')
+    assert (config.use_vllm, config.vllm_engine_kwargs) == (True, {"enforce_eager": True})
+    with pytest.raises(ValueError, match="sync_ref_model=True cannot be used"):
+        parse(RLOOConfig, "--use_cpu", "--sync_ref_model")
 
 
 @pytest.mark.parametrize(("given_value", "padding"), [("none", None), ("8", 8), (8, 8), (None, None), ("auto", None)])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiny_models import picture, tiny, user
 from vlmroll.losses import PolicyTerm
 from vlmroll.metrics import Gather, Kind, Metrics
-from vlmroll.reporting import report_loss, report_rewards, report_rollouts
+from vlmroll.reporting import report_loss, report_mismatch, report_rewards, report_rollouts
 from vlmroll.scoring import make_batch
 from vlmroll.types import Completion, FinishReason, Rollout
 from vlmroll_processors import Prompt, load_adapter
@@ -78,6 +78,25 @@ def test_a_name_has_one_kind() -> None:
     metrics.add("min", "x", 1.0)
     with pytest.raises(ValueError, match="metric 'x' is both a min and a mean"):
         metrics.add_mean("x", 1.0)
+
+
+def test_a_mean_can_be_asked_for_before_it_is_logged() -> None:
+    metrics = Metrics("T")
+    metrics.add_mean("tokens", 1.0, 3)
+    metrics.add_mean("tokens", 5.0, 1)
+    assert metrics.mean_so_far("tokens") == (2.0, 4.0)
+    assert metrics.flush(alone) == {"tokens": 2.0}
+
+
+def test_warnings_are_given_once() -> None:
+    metrics = Metrics("T")
+    assert [metrics.first_time(what) for what in ("a", "a", "b", "a")] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("name", ["loss", "sampling/sampling_logp_difference/mean", "rewards/x", "eval_loss"])
+def test_names_of_the_trainers_own_metrics_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"log_metric: {name!r} is a metric of the trainer itself"):
+        Metrics("T").log_metric(name, 1.0)
 
 
 def test_times_are_means() -> None:
@@ -195,3 +214,36 @@ def test_rows_that_count_nowhere_are_left_out_of_the_report() -> None:
         assert found["clip_ratio/low_min"] == 1.0
         assert found["kl"] == 1.0
     assert set(losses_of([rows[1]], ratio[:1], {"kl": ratio[:1]})) == {"batch/pad_frac"}
+
+
+def test_report_of_a_mismatch_by_the_number_of_pictures() -> None:
+    """Means over counted tokens, or rows; what does not count or is not known is in none of them."""
+    shown = [picture(64, 48, 1), picture(32, 40, 2)]
+    rows = [{"prompt": user("a", *shown)}, {"prompt": user("b", shown[0])}, {"prompt": user("c")}]
+    many, one, none = load_adapter(tiny("qwen3_vl").processor).encode(rows)
+    rollouts = [rollout(2, prompt=many), rollout(3, prompt=one), rollout(1, prompt=none), rollout(3, prompt=none)]
+    gap = torch.tensor([[0.1, -0.3, 9.0], [NAN, 0.2, 0.1], [-0.5, 9.0, 9.0], [9.0, 9.0, 9.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 0], [1, 0, 0], [0, 0, 0]])
+    of, ratio = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"
+    expected = {
+        f"{of}/mean": 1.1 / 4,
+        f"{of}/max": 0.5,
+        f"{of}/many_images/mean": 0.2,
+        f"{of}/many_images/max": 0.3,
+        f"{of}/one_image/mean": 0.2,
+        f"{of}/one_image/max": 0.2,
+        f"{of}/text_only/mean": 0.5,
+        f"{of}/text_only/max": 0.5,
+    }
+    weights = torch.tensor([[1.0, 2.0, 9.0], [3.0, 4.0, 9.0], [0.5, 9.0, 9.0], [9.0, 9.0, 9.0]])
+    for shaped, mean, most in ((weights, 10.5 / 5, 4.0), (weights[:, :1], 4.5 / 3, 3.0)):
+        spread = {f"{ratio}/mean": mean, f"{ratio}/min": 0.5, f"{ratio}/max": most}
+        whole, cut = Metrics("T"), [Metrics("T"), Metrics("T")]
+        report_mismatch(whole, rollouts, mask, gap, shaped)
+        for process, part in zip(cut, (slice(0, 1), slice(1, 4)), strict=True):
+            report_mismatch(process, rollouts[part], mask[part], gap[part], shaped[part])
+        assert whole.flush(alone) == pytest.approx(expected | spread)
+        assert cut[0].flush(together(cut[1])) == pytest.approx(expected | spread)
+    nothing = Metrics("T")
+    report_mismatch(nothing, rollouts[3:], mask[3:], gap[3:], weights[3:])
+    assert nothing.flush(alone) == {}

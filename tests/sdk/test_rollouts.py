@@ -71,6 +71,21 @@ def test_scores_are_cut_to_the_completion() -> None:
     assert {one.ref_logprobs for one in found} == {None}
 
 
+def test_scores_are_added_some_rollouts_at_a_time() -> None:
+    asked: list[int] = []
+
+    def score(chunk: Sequence[Rollout]) -> dict[str, torch.Tensor | None]:
+        asked.append(len(chunk))
+        values = torch.tensor([[float(len(row.completion.completion_ids))] * 3 for row in chunk])
+        return {"old_logprobs": values, "mismatch": -values, "entropies": None}
+
+    found = ro.rescored([rollout(1), rollout(3), rollout(2)], 2, score)
+    assert asked == [2, 1]
+    assert [row.old_logprobs for row in found] == [(1.0,), (3.0,) * 3, (2.0,) * 2]
+    assert [row.mismatch for row in found] == [(-1.0,), (-3.0,) * 3, (-2.0,) * 2]
+    assert {row.entropies for row in found} == {None}
+
+
 def test_sequence_kl_is_the_sum_of_log_ratios() -> None:
     assert ro.sequence_kl(rollout(old_logprobs=(-1.0, -2.0), ref_logprobs=(-1.5, -4.0))) == 2.5
     assert ro.sequence_kl(rollout(old_logprobs=(-1.0, -2.0))) == 0

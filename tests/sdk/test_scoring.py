@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -276,6 +276,8 @@ def test_a_micro_batch_pads_what_its_rollouts_know() -> None:
         rollout(2, advantage=0.5, loss_weight=0.25, old_logprobs=(-1.0, -2.0), loss_mask=(1, 0), entropy_mask=(0, 1)),
         rollout(3, advantage=-1.0, loss_weight=0.5, old_logprobs=(-3.0, -4.0, -5.0), entropy_mask=(1, 1, 0)),
     ]
+    gaps = ((0.1, 0.2), (0.3, 0.4, 0.5))
+    rows = [replace(row, mismatch=gap) for row, gap in zip(rows, gaps, strict=True)]
     batch = make_batch(rows, pad_token_id=0, device="cpu", pad_to_multiple_of=4)
     assert batch.padded.input_ids.tolist() == [[0, 0, 5, 6, 10, 11, 0, 0], [0, 0, 5, 6, 10, 11, 12, 0]]
     assert batch.loss_mask.tolist() == [[1, 0, 0, 0], [1, 1, 1, 0]]
@@ -284,6 +286,8 @@ def test_a_micro_batch_pads_what_its_rollouts_know() -> None:
     assert batch.old_logprobs is not None
     assert batch.old_logprobs.tolist() == [[-1, -2, 0, 0], [-3, -4, -5, 0]]
     assert batch.ref_logprobs is None
+    assert batch.mismatch is not None
+    torch.testing.assert_close(batch.mismatch, torch.tensor([[0.1, 0.2, 0, 0], [0.3, 0.4, 0.5, 0]]))
     assert batch.advantages.tolist() == [0.5, -1.0]
     assert batch.loss_weights.tolist() == [0.25, 0.5]
 

@@ -69,7 +69,7 @@ def test_an_engine_that_forgot_a_prompt_is_found_out() -> None:
         GenerationOutput(prompts=(prompt(1), prompt(2)), prompt_ids=((1,), (2,)), completions=((DONE,),))
 
 
-@pytest.mark.parametrize("name", ["old_logprobs", "ref_logprobs", "entropies", "loss_mask", "entropy_mask"])
+@pytest.mark.parametrize("name", ["old_logprobs", "ref_logprobs", "entropies", "mismatch", "loss_mask", "entropy_mask"])
 def test_a_rollouts_values_have_the_length_of_its_completion(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} has 3 values for 2 tokens"):
         Rollout(prompt=prompt(1), completion=DONE, row={}, row_id=0, group=0, **{name: (1, 1, 1)})  # pyright: ignore

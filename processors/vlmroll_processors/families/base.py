@@ -101,6 +101,16 @@ class Whole:
     media: Sequence[Tensors]
 
 
+def as_resized(processor: Any, picture: Sized) -> Image.Image:
+    """The picture in the size that its keys ask for."""
+    return picture.resized
+
+
+def same_processor(processor: Any, budget: Mapping[str, int]) -> Any:
+    """The processor itself."""
+    return processor
+
+
 def no_more(whole: Whole) -> Tensors:
     """No kwargs beside those that the table says."""
     return {}
@@ -145,6 +155,9 @@ class Family:
         more: (whole prompt) -> forward kwargs that need it.
         wrap: (processor, rendered text with slots) -> the text that the processor makes of it.
         tidy: (processor, text with features) -> the text that is tokenised.
+        engine_picture: (processor, picture) -> the picture for an engine that runs the processor by itself, such that
+            it makes the same of it as `read`.
+        engine_processor: (processor, pixel budget) -> the processor that such an engine has to run.
     """
 
     name: str
@@ -169,6 +182,8 @@ class Family:
     more: Callable[[Whole], Tensors] = no_more
     wrap: Callable[[Any, str], str] = as_it_is
     tidy: Callable[[Any, str], str] = as_it_is
+    engine_picture: Callable[[Any, Sized], Image.Image] = as_resized
+    engine_processor: Callable[[Any, Mapping[str, int]], Any] = same_processor
 
     def slot_of(self, kind: str) -> str:
         """The token that stands for one medium of a kind in the rendered prompt."""

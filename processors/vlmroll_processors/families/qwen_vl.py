@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from vlmroll_processors.families.base import QWEN_TOKENS, Family
 from vlmroll_processors.families.positions import PATCHES, grid_positions
-from vlmroll_processors.families.qwen_reading import read_picture, read_video
+from vlmroll_processors.families.qwen_reading import engine_picture, engine_processor, read_picture, read_video
 from vlmroll_processors.types import Join, JoinKind
 
 QWEN_VL = Family(
@@ -21,6 +21,8 @@ QWEN_VL = Family(
     read_video=read_video,
     most_pixels=lambda processor: processor.image_processor.size["longest_edge"],
     more=grid_positions,
+    engine_picture=engine_picture,
+    engine_processor=engine_processor,
 )
 
 QWEN2_5_VL = replace(

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from .options import option, refuse, require, require_dict
 
@@ -79,13 +79,13 @@ class GenerationOptions:
     )
     use_transformers_continuous_batching: bool = option(
         False,
-        help="Generate with the continuous batching of transformers.",
-        refused="it is not offered yet; leave it False to generate with the model's generate",
+        help="Generate with the continuous batching of transformers, which packs prompts and completions of any length "
+        "without padding. For rows without pictures.",
     )
     transformers_continuous_batching_config: dict[str, Any] | str | None = option(
         None,
-        help="Settings of that engine.",
-        refused="continuous batching is not offered yet, so nothing would read this option; leave it out",
+        help="Settings of that engine, by their names in transformers.ContinuousBatchingConfig. Without num_blocks its "
+        "cache has room for a round's completions, at most for 65,536 tokens at a time.",
     )
 
     def check_generation(self) -> None:
@@ -101,6 +101,7 @@ class GenerationOptions:
         require(bool(length and length >= 1), "max_completion_length", length, "it must be at least 1 token")
         require_dict("chat_template_kwargs", self.chat_template_kwargs)
         self._check_sampling()
+        self._check_continuous_batching()
 
     def _check_sampling(self) -> None:
         hot, top_p, min_p, penalty = self.temperature, self.top_p, self.min_p, self.repetition_penalty
@@ -115,6 +116,17 @@ class GenerationOptions:
         for key in self.generation_kwargs or ():
             if key in _OWN_OPTION:
                 refuse("generation_kwargs", self.generation_kwargs, f"{key!r}: {_OWN_OPTION[key]}")
+
+    def _check_continuous_batching(self) -> None:
+        settings = self.transformers_continuous_batching_config
+        require_dict("transformers_continuous_batching_config", settings)
+        if settings is None:
+            return
+        rule = "nothing reads it; set use_transformers_continuous_batching=True too, or leave it out"
+        require(self.use_transformers_continuous_batching, "transformers_continuous_batching_config", settings, rule)
+        from vlmroll.generators.continuous_engine import check_engine_config  # it loads the engine
+
+        check_engine_config(cast("dict[str, Any]", settings))
 
     def generations_per_prompt(self, *, evaluating: bool) -> int:
         """Size of a group in training or in evaluation."""

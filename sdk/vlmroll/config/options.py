@@ -21,13 +21,13 @@ T = TypeVar("T")
 
 RETIRED: Mapping[str, str] = {
     "use_liger_loss": "removed; the loss never needs the logits of all tokens at once, see logprob_chunk_size",
-    "use_transformers_paged": "renamed use_transformers_continuous_batching, which is not offered yet; leave it out",
-    "vllm_device": "removed, and vLLM generation is not offered yet; leave it out",
-    "vllm_dtype": "removed, and vLLM generation is not offered yet; leave it out",
-    "vllm_enable_prefix_caching": "removed, and vLLM generation is not offered yet; leave it out",
-    "vllm_guided_decoding_regex": "renamed vllm_structured_outputs_regex, which is not offered yet; leave it out",
-    "vllm_importance_sampling_cap": "renamed vllm_importance_sampling_clip_max, which is not offered yet; leave it out",
-    "vllm_max_model_len": "renamed vllm_max_model_length, which is not offered yet; leave it out",
+    "use_transformers_paged": "renamed; write use_transformers_continuous_batching",
+    "vllm_device": "removed; vLLM inside the training processes runs on their devices",
+    "vllm_dtype": 'removed; write vllm_engine_kwargs={"dtype": ...}',
+    "vllm_enable_prefix_caching": 'removed; write vllm_engine_kwargs={"enable_prefix_caching": ...}',
+    "vllm_guided_decoding_regex": "renamed; write vllm_structured_outputs_regex",
+    "vllm_importance_sampling_cap": "renamed; write vllm_importance_sampling_clip_max",
+    "vllm_max_model_len": "renamed; write vllm_max_model_length",
     "wandb_log_unique_prompts": "renamed; write log_unique_prompts",
 }
 """Names of earlier or other releases of this field's configs, and what to write instead."""

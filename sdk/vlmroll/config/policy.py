@@ -49,6 +49,7 @@ class PolicyConfig(
         "generation_kwargs",
         "chat_template_kwargs",
         "transformers_continuous_batching_config",
+        "vllm_engine_kwargs",
     ]
     _names_elsewhere: ClassVar[Mapping[str, str]] = {}
 
@@ -64,6 +65,8 @@ class PolicyConfig(
         self.resolve_padding(self.device.type)
         self.check_images()
         self.check_generation()
+        self.check_vllm(self.world_size)
+        self.check_mismatch()
         self.check_objective()
         self.check_logging()
         self._plan_batches()

@@ -4,12 +4,24 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from vlmroll.types import Completion, GenerationOutput, SamplingParams
-from vlmroll_processors import Prompt
+from vlmroll_processors import ProcessorAdapter, Prompt
+
+
+def stop_ids_of(model: Any, adapter: ProcessorAdapter) -> list[int]:
+    """The ids that end a completion: those of the model's generation config and of the tokenizer together."""
+    eos: int | list[int] | None = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    of_model = [] if eos is None else [eos] if isinstance(eos, int) else eos
+    return sorted(adapter.stop_ids.union(of_model))
 
 
 @runtime_checkable
 class Generator(Protocol):
     """Samples completions. Three methods; everything else about an engine stays inside.
+
+    A generator may also have, as attributes: `has_mismatch`, True where its log-probabilities come from another
+    implementation than the policy's, so that training corrects the difference; `max_model_length`, most tokens of
+    prompt and completion together; `metric_name`, under which its time is logged; `collective`, True where several
+    processes have to call it together, one of them perhaps without prompts.
 
     Attributes:
         banned_ids: the ids that it never samples; scoring gives them the probability 0.

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from vlmroll.generators.base import stop_ids_of
 from vlmroll.generators.sampling import draw, processors
 from vlmroll.modeling import eval_mode
 from vlmroll.scoring import to_device, token_logprobs
@@ -62,15 +63,14 @@ class TransformersGenerator:
         >>> output = generator.generate(prompts, SamplingParams(max_tokens=32), 8)  # doctest: +SKIP
     """
 
+    metric_name = "transformers.generate"
+
     def __init__(self, model: Any, adapter: ProcessorAdapter, *, banned_ids: Sequence[int] = ()) -> None:
         self.model = model
         self._adapter = adapter
         self.banned_ids = frozenset(adapter.vision_ids.union(banned_ids))
         self.policy_version = 0
-        config = getattr(model, "generation_config", None)
-        eos: int | list[int] | None = getattr(config, "eos_token_id", None)
-        of_model = [] if eos is None else [eos] if isinstance(eos, int) else eos
-        self.stop_ids = sorted(adapter.stop_ids.union(of_model))
+        self.stop_ids = stop_ids_of(model, adapter)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, num_generations: int) -> GenerationOutput:
         """`num_generations` completions for each prompt.

@@ -1,0 +1,7 @@
+"""`python -m vlmroll`."""
+
+import sys
+
+from vlmroll.cli import main
+
+sys.exit(main())

@@ -1,0 +1,289 @@
+"""vLLM in the process of the trainer."""
+
+import contextlib
+import copy
+import os
+import random
+import tempfile
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from vlmroll.generators.base import stop_ids_of
+from vlmroll.generators.vllm_requests import (
+    Request,
+    RequestMaker,
+    bans_of,
+    check_version,
+    output_of,
+    require_vllm,
+    truncates,
+)
+from vlmroll.types import Completion, GenerationOutput, SamplingParams
+from vlmroll.weights import PolicyWeights
+from vlmroll_processors import Prompt
+from vlmroll_processors.adapter import FamilyAdapter
+
+
+def _nothing() -> Mapping[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOptions:
+    """How vLLM is started in the process.
+
+    Attributes:
+        max_model_length: most tokens of prompt and completion together; None: as the model's config says.
+        gpu_memory_utilization: share of the accelerator's memory for weights and cache.
+        tensor_parallel_size: processes that one copy of the model is split over.
+        sleep: give the memory of weights and cache back while the engine has nothing to do.
+        model_impl: whose model code runs, "vllm" or "transformers".
+        dtype: of the engine's weights; None: the policy's.
+        seed: of the engine; requests have seeds of their own.
+        more: further arguments of `vllm.LLM`, which win over ours.
+    """
+
+    max_model_length: int | None = None
+    gpu_memory_utilization: float = 0.3
+    tensor_parallel_size: int = 1
+    sleep: bool = False
+    model_impl: str = "vllm"
+    dtype: str | None = None
+    seed: int = 0
+    more: Mapping[str, Any] = field(default_factory=_nothing)
+
+
+class VLLMColocateGenerator:
+    """Samples with vLLM in the process of the policy.
+
+    The engine starts from the config, the processor and the weights of the policy in memory; `sync_weights` gives it
+    the weights again, all of them. Pictures are sent once for each prompt, with their content hash as cache key.
+
+    Log-probabilities are vLLM's processed ones: at the sampling temperature, banned ids removed, and, where min_p,
+    top_k or top_p cut the distribution, of what is left (`Completion.truncated`).
+
+    Args:
+        model: the policy.
+        adapter: the adapter that encodes the prompts.
+        banned_ids: further ids that must not be sampled.
+        options: how the engine is started.
+        regex: a regular expression that every completion has to match.
+
+    Raises:
+        ImportError: vLLM is not installed.
+
+    Example:
+        >>> generator = VLLMColocateGenerator(model, adapter)  # doctest: +SKIP
+        >>> generator.sync_weights(model)  # doctest: +SKIP
+        >>> output = generator.generate(prompts, SamplingParams(max_tokens=32), 8)  # doctest: +SKIP
+    """
+
+    has_mismatch = True
+    metric_name = "vLLM.generate"
+
+    def __init__(
+        self,
+        model: Any,
+        adapter: FamilyAdapter,
+        *,
+        banned_ids: Sequence[int] = (),
+        options: EngineOptions | None = None,
+        regex: str | None = None,
+    ) -> None:
+        require_vllm()
+        options = EngineOptions() if options is None else options
+        self._adapter = adapter
+        self._sleeps, self._asleep = options.sleep, False
+        self.banned_ids = frozenset(adapter.vision_ids.union(banned_ids))
+        self.policy_version = 0
+        self._group = _tensor_parallel_group(options.tensor_parallel_size)
+        self.collective = self._group is not None
+        self._llm: Any = _start(model, adapter, options)
+        self.max_model_length: int = self._llm.model_config.max_model_len
+        self._maker = RequestMaker(
+            bans=bans_of(adapter, self.banned_ids),
+            stop_ids=stop_ids_of(model, adapter),
+            regex=regex,
+            max_model_length=self.max_model_length,
+        )
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, num_generations: int) -> GenerationOutput:
+        """`num_generations` completions for each prompt.
+
+        Raises:
+            ValueError: a prompt cannot be sent, an option is not offered, or the engine read other ids than the
+                encoded ones.
+        """
+        requests = self._maker.make(prompts, sampling, num_generations) if prompts or not self.collective else []
+        self._wake()
+        inputs = [(self._input(request), dict(request.options)) for request in requests]
+        everyone, first = _joined(inputs, self._group)
+        given, asked = [found for found, _ in everyone], [_sampling_params(options) for _, options in everyone]
+        answers = self._llm.generate(given, asked, use_tqdm=False)[first : first + len(requests)]
+        truncated = truncates(sampling)
+        completions = [
+            tuple(
+                Completion(
+                    completion_ids=tuple(found.token_ids),
+                    logprobs=tuple(found.logprobs.logprobs),
+                    finish_reason=found.finish_reason,
+                    policy_version=self.policy_version,
+                    truncated=truncated,
+                )
+                for found in sorted(answer.outputs, key=lambda output: output.index)
+            )
+            for answer in answers
+        ]
+        self._sleep()
+        return output_of(requests, [answer.prompt_token_ids for answer in answers], completions)
+
+    def _input(self, request: Request) -> dict[str, Any]:
+        prompt = request.prompt
+        found: dict[str, Any] = {"prompt_token_ids": list(prompt.engine_ids)}
+        if prompt.images:
+            found["multi_modal_data"] = {"image": [self._adapter.engine_picture(p) for p in prompt.images]}
+            found["multi_modal_uuids"] = {"image": [self._adapter.engine_key(p) for p in prompt.images]}
+        return found
+
+    def sync_weights(self, policy: Any) -> None:
+        """Load the policy's weights, adapters merged, and forget what was computed with the old ones.
+
+        Raises:
+            ValueError: a parameter of the engine got no weight, or a weight found no place.
+        """
+        self._wake()
+        weights = PolicyWeights(policy)
+        self._llm.collective_rpc("load_policy", args=(iter(weights), weights.num_elements))
+        self._llm.reset_prefix_cache()
+        self._llm.llm_engine.reset_encoder_cache()
+        self.policy_version += 1
+
+    def _wake(self) -> None:
+        if self._asleep:
+            self._llm.wake_up()
+            self._asleep = False
+
+    def _sleep(self) -> None:
+        """Level 1 keeps the weights in main memory, so that nothing has to be sent again."""
+        if self._sleeps:
+            self._llm.sleep(level=1)
+            self._asleep = True
+
+    def close(self) -> None:
+        """Stop the engine and free its memory."""
+        if self._llm is not None:
+            self._llm.llm_engine.engine_core.shutdown()
+            self._llm = None
+
+
+def _start(model: Any, adapter: FamilyAdapter, options: EngineOptions) -> Any:
+    """The engine, with nothing else in the process changed by it."""
+    with tempfile.TemporaryDirectory() as folder, _unchanged():
+        base = model.get_base_model() if hasattr(model, "peft_config") else model
+        _config_for_engine(base).save_pretrained(folder)
+        adapter.engine_processor().save_pretrained(folder)
+        several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        import vllm  # pyright: ignore[reportMissingImports]
+        from vlmroll.generators.vllm_worker import IN_PROCESS, starting_with
+
+        check_version(vllm.__version__, "the installed engine")
+        arguments: dict[str, Any] = {
+            "model": folder,
+            "load_format": IN_PROCESS,
+            "dtype": options.dtype or str(base.dtype).removeprefix("torch."),
+            "max_model_len": options.max_model_length,
+            "gpu_memory_utilization": options.gpu_memory_utilization,
+            "tensor_parallel_size": options.tensor_parallel_size,
+            "distributed_executor_backend": "external_launcher" if several else "uni",
+            "enable_sleep_mode": options.sleep,
+            "model_impl": options.model_impl,
+            "seed": options.seed,
+            "logprobs_mode": "processed_logprobs",
+            "generation_config": "vllm",  # else the model's own sampling defaults would come in
+            "worker_extension_cls": "vlmroll.generators.vllm_worker.PolicyWorker",
+            "disable_log_stats": True,
+        }
+        with starting_with(PolicyWeights(model)):
+            return vllm.LLM(**{**arguments, **options.more})
+
+
+def _config_for_engine(base: Any) -> Any:
+    """The policy's config, with what vLLM reads from it and transformers from the model itself.
+
+    That is the architecture, without which vLLM makes an embedding model, and whether the head is tied to the
+    embeddings, for which vLLM goes by the config of the text model.
+    """
+    config = copy.deepcopy(base.config)
+    config.architectures = [type(base).__name__]
+    tied = base.get_output_embeddings().weight is base.get_input_embeddings().weight
+    for part in (config, config.get_text_config()):
+        part.tie_word_embeddings = tied
+    return config
+
+
+@contextlib.contextmanager
+def _unchanged() -> Generator[None]:
+    """Keep random states, the thread count's setter and the environment as they are; starting vLLM changes them."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    accelerator = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    environment = dict(os.environ)
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine in this very process
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # else it says something at every sync
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if accelerator:
+            torch.cuda.set_rng_state_all(accelerator)
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(threads)
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+
+
+def _sampling_params(options: Mapping[str, Any]) -> Any:
+    from vllm.sampling_params import StructuredOutputsParams  # pyright: ignore[reportMissingImports]
+
+    from vllm import SamplingParams as VLLMSamplingParams  # pyright: ignore[reportMissingImports]
+
+    options = dict(options)
+    if "structured_outputs" in options:
+        options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
+    if "logit_bias" in options:
+        options["logit_bias"] = {int(token): value for token, value in options["logit_bias"].items()}
+    return VLLMSamplingParams(**options, flat_logprobs=True)
+
+
+def _tensor_parallel_group(size: int) -> Any:
+    """The processes that share one engine with this one; None where each has its own.
+
+    Raises:
+        ValueError: the processes cannot be parted so.
+    """
+    if size == 1:
+        return None
+    num_processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if num_processes % size:
+        raise ValueError(
+            f"vllm_tensor_parallel_size={size}: an engine is split over that many training processes, and there are "
+            f"{num_processes}; launch a multiple of {size}"
+        )
+    groups = [torch.distributed.new_group(list(range(i, i + size))) for i in range(0, num_processes, size)]
+    return groups[torch.distributed.get_rank() // size]
+
+
+def _joined(mine: list[Any], group: Any) -> tuple[list[Any], int]:
+    """What all processes of a group ask for, since every part of an engine runs it all, and where this one's begins."""
+    if group is None:
+        return mine, 0
+    parts: list[list[Any]] = [[] for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather_object(parts, mine, group=group)
+    before = parts[: torch.distributed.get_rank(group)]
+    return [request for part in parts for request in part], sum(map(len, before))
