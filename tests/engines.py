@@ -14,7 +14,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -216,6 +216,9 @@ _kept: list[Any] = []
 
 # Servers.
 
+SERVED: Mapping[str, Sequence[str]] = {"qwen3_vl": ("--min-pixels", "256", "--max-pixels", "9216")}
+"""Further arguments of a model's server."""
+
 
 def free_port() -> int:
     """A port that nobody listens on."""
@@ -230,6 +233,7 @@ class Server:
 
     folder: Path
     log: Path
+    more: Sequence[str] = ()
     port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
 
@@ -245,7 +249,7 @@ class Server:
         path = os.pathsep.join(filter(None, [*map(str, _source_roots()), os.environ.get("PYTHONPATH")]))
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [*command, "--dtype", "float32", "--enforce-eager", *sizes],
+                [*command, "--dtype", "float32", "--enforce-eager", *sizes, *self.more],
                 env={**os.environ, **ENVIRONMENT, "VLLM_API_KEY": KEY, "PYTHONPATH": path},
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -299,17 +303,24 @@ def saved(name: str) -> Path:
     return folder
 
 
-@cache
 def server_of(name: str, number: int = 0) -> Server:
     """A server of a model, for the whole run. It is started here and may not be up yet."""
-    server = Server(folder=saved(name), log=scratch() / f"{name}-{number}.log")
+    return _server(name, number)
+
+
+@cache
+def _server(name: str, number: int) -> Server:
+    server = Server(folder=saved(name), log=scratch() / f"{name}-{number}.log", more=SERVED.get(name, ()))
     server.start()
     atexit.register(server.kill)
     return server
 
 
 def start_ahead(session: pytest.Session) -> None:
-    """Start the servers that the selected tests need, so that they come up while other tests run."""
+    """Start the servers that the selected tests need, so that they come up while other tests run.
+
+    These are the `engine` parameters of tests, and the `SERVERS` of modules with tests that need vLLM.
+    """
     for item in session.items:
         callspec: Any = getattr(item, "callspec", None)
         match callspec and callspec.params.get("engine"):
@@ -317,3 +328,6 @@ def start_ahead(session: pytest.Session) -> None:
                 server_of(name)
             case _:
                 pass
+        if item.get_closest_marker("vllm"):
+            for name, number in getattr(getattr(item, "module", None), "SERVERS", ()):
+                server_of(name, number)

@@ -195,8 +195,8 @@ def _server(bench: "Bench", args: argparse.Namespace) -> "Generator":
         theirs, ours = probe.description["dtype"], str(bench.model.dtype).removeprefix("torch.")
         if theirs != ours:
             print(
-                f"{probe.url} runs in {theirs} and the policy in {ours}, so log-probabilities differ by what the coarser "
-                f"one rounds; to look for other differences give --dtype {theirs}, or serve with --dtype {ours}",
+                f"{probe.url} runs in {theirs}, the policy in {ours}, so log-probabilities differ by their rounding; "
+                f"to look for other differences give --dtype {theirs}, or serve with --dtype {ours}",
                 file=sys.stderr,
             )
     return VLLMServerGenerator(bench.model, bench.adapter, base_url=url, api_key=key)

@@ -65,6 +65,6 @@ def make_generator(model: Any, adapter: FamilyAdapter, args: PolicyConfig) -> Ge
         model_impl=args.vllm_model_impl,
         dtype="bfloat16" if args.bf16 else "float16" if args.fp16 else None,
         seed=args.seed,
-        more=options_dict(args.vllm_engine_kwargs),
+        more={"trust_remote_code": args.trust_remote_code} | options_dict(args.vllm_engine_kwargs),
     )
     return VLLMColocateGenerator(model, adapter, options=options, regex=args.vllm_structured_outputs_regex)

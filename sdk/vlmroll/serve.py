@@ -1,6 +1,7 @@
 """`vlmroll serve`: vLLM's own server with the flags that training needs."""
 
 import argparse
+import json
 import os
 import secrets
 import shlex
@@ -21,6 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--api-key", default=None, help="default: VLLM_API_KEY, or a new one, which is printed")
     parser.add_argument("--no-api-key", action="store_true", help="let everybody in who can reach the address")
+    parser.add_argument("--min-pixels", type=int, help="least pixels of a picture, where the run sets min_pixels")
+    parser.add_argument("--max-pixels", type=int, help="most pixels of a picture, where the run sets max_pixels")
     parser.add_argument("--dry-run", action="store_true", help="print the command and do not run it")
     parser.epilog = "Further arguments go to vLLM, such as --dtype, --max-model-len or --tensor-parallel-size."
 
@@ -34,7 +37,12 @@ def command(model: str, host: str, port: int, more: Sequence[str]) -> list[str]:
         *("--port", str(port), "--enable-scale-out", "--logprobs-mode", "processed_logprobs"),
         *("--generation-config", "vllm", "--weight-transfer-config", f'{{"backend": "{backend}"}}'),
         *("--worker-extension-cls", f"{_WORKER}.PolicyWorker", "--middleware", f"{_WORKER}.RequireKey"),
-        *([] if torch.cuda.is_available() else ["--distributed-executor-backend", "uni"]),
+        # On a CPU a prompt that is read in parts fails if its request has a seed.
+        *(
+            []
+            if torch.cuda.is_available()
+            else ["--distributed-executor-backend", "uni", "--no-enable-chunked-prefill"]
+        ),
         *more,
     ]
 
@@ -50,7 +58,9 @@ def environment(key: str | None, given: Mapping[str, str]) -> dict[str, str]:
 def run(args: argparse.Namespace, more: Sequence[str]) -> None:
     """Become the server."""
     require_vllm()
-    line = command(args.model, args.host, args.port, more)
+    bounds = {name: getattr(args, name) for name in ("min_pixels", "max_pixels") if getattr(args, name) is not None}
+    own = ["--mm-processor-kwargs", json.dumps(bounds)] if bounds else []
+    line = command(args.model, args.host, args.port, [*own, *more])
     key = None if args.no_api_key else args.api_key or os.environ.get("VLLM_API_KEY") or secrets.token_urlsafe(24)
     changed = environment(key, {})
     shown = " ".join([*(f"{name}={shlex.quote(value)}" for name, value in changed.items()), shlex.join(line)])

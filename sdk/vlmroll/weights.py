@@ -4,7 +4,10 @@ Names are those that `save_pretrained` writes, adapters are merged into copies, 
 made when its turn comes, so a policy with an adapter is never in memory a second time.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -63,73 +66,106 @@ def _sources(base: Any) -> dict[str, tuple[Make, torch.Tensor]]:
     """For each weight of the plain model how to make it, and a tensor of its shape without content."""
     tied: Mapping[str, str] = getattr(base, "all_tied_weights_keys", None) or {}
     state: Mapping[str, torch.Tensor] = base.state_dict(keep_vars=True)
-    wrappers = {name: module for name, module in base.named_modules() if _is_wrapper(module)}
+    wrappers = {name: module for name, module in base.named_modules() if _inner(module)}
     found: dict[str, tuple[Make, torch.Tensor]] = {}
     seen: set[int] = set()
     for full, tensor in state.items():
         place = _place(full, wrappers)
         if place is None:
             continue
-        name, owner = place
-        if name in tied and owner is not None:
-            raise ValueError(
-                f"an adapter changes {name}, which is tied to {tied[name]}: the engine has one weight for both; leave "
-                "it out of target_modules, or load the model with tie_word_embeddings=False"
-            )
-        if id(tensor) in seen or name in tied:
+        # Single tokens that are trained are the same ones in the embeddings and in the head.
+        if place.owners and not any(hasattr(owner, "token_adapter") for owner in place.owners):
+            _refuse_tied(place.name, tied)
+        if id(tensor) in seen or place.name in tied:
             continue
         seen.add(id(tensor))
-        shape = torch.empty_like(tensor, device="meta")
-        found[name] = (_reader(tensor, owner, full.rpartition(".")[2]), shape)
+        found[place.name] = (_reader(tensor, place), torch.empty_like(tensor, device="meta"))
     return found
 
 
-def _is_wrapper(module: Any) -> bool:
-    """Whether PEFT has put the module around one of the model's own."""
-    return hasattr(module, "base_layer") or hasattr(module, "original_module")
+def _refuse_tied(name: str, tied: Mapping[str, str]) -> None:
+    """Refuse an adapter on one of two weights that are the same."""
+    other = tied.get(name) or next((head for head, source in tied.items() if source == name), None)
+    if other is not None:
+        raise ValueError(
+            f"an adapter changes {name}, which is tied to {other}: the engine has one weight for both; leave it out of "
+            "target_modules, or load the model with tie_word_embeddings=False"
+        )
 
 
-def _place(full: str, wrappers: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """The name of a weight in the plain model, and the wrapper that changes it; None for an adapter's own weight."""
-    name, owner = full, None
+def _inner(module: Any) -> str:
+    """Under which name a module of PEFT holds the model's own; empty for other modules."""
+    return next((name for name in ("token_adapter", "original_module", "base_layer") if name in module._modules), "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """Where a weight is.
+
+    Attributes:
+        name: in the plain model.
+        owners: the wrappers around it, from the outside in.
+        rest: its name below the last of them.
+    """
+
+    name: str
+    owners: tuple[Any, ...]
+    rest: str
+
+
+def _place(full: str, wrappers: Mapping[str, Any]) -> _Place | None:
+    """The place of a weight of the plain model; None for an adapter's own weight."""
+    parts, owners, rest = full.split("."), list[Any](), full
+    dropped: set[int] = set()
     for prefix, wrapper in wrappers.items():
         if not full.startswith(f"{prefix}."):
             continue
-        inner = "base_layer" if hasattr(wrapper, "base_layer") else "original_module"
-        if not full.startswith(f"{prefix}.{inner}."):
+        depth = prefix.count(".") + 1
+        if parts[depth] != _inner(wrapper):
             return None
-        owner = wrapper
-        name = name.replace(f"{prefix}.{inner}.", f"{prefix}.", 1)
-    return name, owner
+        owners.append(wrapper)
+        dropped.add(depth)
+        rest = ".".join(parts[depth + 1 :])
+    kept = [part for i, part in enumerate(parts) if i not in dropped]
+    return _Place(name=".".join(kept), owners=tuple(owners), rest=rest)
 
 
-def _reader(tensor: torch.Tensor, owner: Any, attribute: str) -> Make:
-    if owner is None:
+def _reader(tensor: torch.Tensor, place: _Place) -> Make:
+    if not place.owners:
         return lambda: tensor.detach()
-    if hasattr(owner, "modules_to_save"):
-        return lambda: _trained_copy(owner, tensor, attribute)
-    return lambda: _merged(getattr(owner, "token_adapter", owner), tensor)
+    if hasattr(place.owners[-1], "modules_to_save"):
+        return lambda: _trained_copy(place.owners[-1], tensor, place.rest)
+    layers = [owner for owner in place.owners if hasattr(owner, "merge")]
+    return lambda: _merged(layers, tensor)
 
 
-def _trained_copy(wrapper: Any, tensor: torch.Tensor, attribute: str) -> torch.Tensor:
+def _trained_copy(wrapper: Any, tensor: torch.Tensor, name: str) -> torch.Tensor:
     """The weight of the copy that is trained in the module's place, while its adapter is on."""
     if wrapper.disable_adapters or not wrapper.active_adapters:
         return tensor.detach()
-    return getattr(wrapper.modules_to_save[wrapper.active_adapters[0]], attribute).detach()
+    trained = wrapper.modules_to_save
+    active = next((adapter for adapter in wrapper.active_adapters if adapter in trained), None)
+    return tensor.detach() if active is None else attrgetter(name)(trained[active]).detach()
 
 
-def _merged(layer: Any, tensor: torch.Tensor) -> torch.Tensor:
+def _merged(layers: Sequence[Any], tensor: torch.Tensor) -> torch.Tensor:
     """The weight with the active adapters added, in a tensor of its own.
 
     Taking the adapter off again would leave rounding behind, so the weight is put back from a copy.
     """
-    if layer.disable_adapters or layer.merged:
+    todo = [layer for layer in reversed(layers) if not layer.disable_adapters and not layer.merged]
+    if not todo:
         return tensor.detach()
-    inner = layer.get_base_layer()
+    inner = todo[0].get_base_layer()
     before = {name: value.detach().clone() for name, value in inner.named_parameters(recurse=False)}
-    layer.merge()
-    result = tensor.detach().clone()
-    layer.unmerge()
+    with warnings.catch_warnings():
+        # That an adapter has nothing in a layer, and that taking it off rounds.
+        warnings.simplefilter("ignore", UserWarning)
+        for layer in todo:
+            layer.merge()
+        result = tensor.detach().clone()
+        for layer in reversed(todo):
+            layer.unmerge()
     for name, value in inner.named_parameters(recurse=False):
         value.data.copy_(before[name])
     return result

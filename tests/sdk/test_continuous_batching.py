@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import ContinuousBatchingConfig, GenerationConfig
-from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager, ContinuousMixin
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 from tiny_models import mixed_rows, tiny, user
@@ -31,13 +31,13 @@ names = pytest.mark.parametrize("name", NAMES)
 GREEDY = SamplingParams(max_tokens=10, temperature=0)
 PLAIN = SamplingParams(max_tokens=6, temperature=0.7, seed=0)
 CUT = SamplingParams(max_tokens=6, temperature=0.7, seed=0, top_p=0.9, top_k=60, min_p=0.001)
-TOLERANCE = 1e-4  # the largest difference seen was 1.5e-6
+TOLERANCE = 1e-4  # the largest difference seen was 1.9e-6
 SETTINGS = pytest.mark.parametrize("sampling", [PLAIN, CUT], ids=["plain", "cut"])
 
 
 @pytest.fixture(autouse=True)
 def _no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine collects garbage twice in each call, 0.2 s each with all that tests have loaded."""
+    """The engine collects garbage twice in each call, 0.3 s each with all that tests have loaded."""
     monkeypatch.setattr(gc, "collect", int)
 
 
@@ -225,7 +225,7 @@ def test_mixed_precision_is_that_of_the_caller(sampling: SamplingParams) -> None
         output = sample("text", sampling, 4, model=model)
         expected = scores("text", model, output, 0.7, banned)
     exact = scores("text", model, output, 0.7, banned)
-    # Measured: 0.018 to the scores in bfloat16, 0.03 to those in float32, and 1.5e-6 without the autocast.
+    # Measured: 0.012 to the scores in bfloat16, 0.028 to those in float32.
     assert flat(output.logprobs) == pytest.approx(expected, abs=5e-2)
     assert flat(output.logprobs) != pytest.approx(exact, abs=1e-3)
 
@@ -302,6 +302,15 @@ def test_one_seed_gives_one_output(sampling: SamplingParams) -> None:
     assert ids(None) != first
     torch.manual_seed(5)
     assert ids(None) == first
+
+
+@SETTINGS
+def test_siblings_keep_their_order_whichever_ends_first(sampling: SamplingParams) -> None:
+    model = model_of("text", *range(150))
+    whole = sample("text", replace(sampling, max_tokens=8), 8, model=model)
+    assert len({len(ids) for ids in whole.completion_ids}) > 3
+    cut = sample("text", replace(sampling, max_tokens=1), 8, model=model)
+    assert cut.completion_ids == [ids[:1] for ids in whole.completion_ids]
 
 
 @SETTINGS
@@ -410,7 +419,7 @@ def test_everything_is_as_it_was(attention: str, fails: str, monkeypatch: pytest
     hook.remove()
     assert state_of(model) == before
     assert set(seen) <= {(False, False)}, "eval mode and no gradients while it generates"
-    assert seen or fails == "interrupt"
+    assert len(seen) < 100 if fails == "interrupt" else seen, "an interrupt does not wait for the completions"
     assert_same(generator.generate(prompts("qwen2_5_vl"), GREEDY, 1), in_process("qwen2_5_vl", model))
 
 
@@ -468,7 +477,7 @@ def test_prompts_that_are_too_long_are_refused() -> None:
     assert f"{context} positions" in message
     message = refusal("text", GREEDY, prompts("text"), config={"num_blocks": 1, "page_size": longest + 9})
     assert message.startswith(f"prompt 1: {longest} tokens and a completion of 10 do not fit a cache of 1 blocks of ")
-    fits = {"num_blocks": 2, "page_size": longest + 10, "safety_margin": 0.0}
+    fits = {"num_blocks": 1, "page_size": longest + 10}
     assert_same(sample("text", GREEDY, config=fits), in_process("text"))
 
 
@@ -492,7 +501,7 @@ def test_steps_that_are_not_recorded_are_no_reason_to_refuse() -> None:
 
 
 def test_the_reason_of_an_engine_that_does_not_start_is_told() -> None:
-    with pytest.raises(ValueError, match=r"cannot run Qwen3ForCausalLM: Async batching requires .* 'cpu'; change "):
+    with pytest.raises(ValueError, match=r"cannot run Qwen3ForCausalLM: Async batching requires .*; change "):
         sample("text", PLAIN, config={"use_async_batching": True})
 
 
@@ -568,7 +577,23 @@ def test_the_cache_always_has_a_size(given: dict[str, Any], monkeypatch: pytest.
         return
     lengths = [prompt.num_tokens for prompt in prompts("text")]
     (few, tokens), (most, limit) = sizes
-    page = seen[0].page_size
+    page = 32  # on a CPU
     assert sum(lengths) + 40 <= few * page <= sum(lengths) + 40 + 4 * 3 * page
     assert tokens == sum(lengths)
     assert (most * page, limit) == (MAX_CACHED_TOKENS, MAX_BATCH_TOKENS)
+
+
+def test_steps_are_recorded_where_the_engine_draws_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it can, the engine decides; tokens that are drawn in Python need it in each step."""
+    seen: list[Any] = []
+
+    def take_note(model: Any, options: Any, config: Any, hints: Any) -> Any:
+        seen.append((config.use_cuda_graph, config.use_async_batching))
+        return start(model, options, config, hints)
+
+    start = ContinuousMixin.init_continuous_batching
+    monkeypatch.setattr(ContinuousMixin, "init_continuous_batching", take_note)
+    generator = engine("text")
+    for sampling in (PLAIN, CUT):
+        generator.generate(prompts("text"), sampling, 1)
+    assert seen[1:] == [(None, None), (False, False)]

@@ -133,12 +133,11 @@ ADAPTERS: dict[str, Any] = {
     "head": lora(target_modules=["lm_head", "k_proj"]),
     "ia3": IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
 }
-WARNS = "PEFT warns of rounding, or of a layer without an active adapter, where the weight is put back from a copy"
 
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=[pytest.mark.xfail(reason=WARNS)] if kind == "ia3" else []) for kind in ADAPTERS],
+    ADAPTERS,
 )
 @pytest.mark.parametrize("name", ["text", "qwen2_5_vl"])
 def test_adapters_come_merged(name: str, kind: str) -> None:
@@ -157,21 +156,18 @@ def test_adapters_come_merged_where_a_checkpoint_splits_weights() -> None:
     assert_merged(policy, merged(policy), moe())
 
 
-@pytest.mark.xfail(reason="the names of weights under several wrappers are not found")
 def test_adapters_on_several_parameters_of_a_module_come_merged() -> None:
     parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     policy = adapted(moe(), lora(target_modules=["q_proj"], target_parameters=parameters))
     assert_merged(policy, merged(policy), moe())
 
 
-@pytest.mark.xfail(reason="only modules with weights of their own are found, not those of modules inside")
 def test_larger_modules_that_are_trained_come_as_they_are_trained() -> None:
     plain = tiny("qwen2_5_vl").model
     policy = adapted(plain, lora(target_modules=["q_proj"], modules_to_save=["merger"]))
     assert_merged(policy, merged(policy), plain)
 
 
-@pytest.mark.xfail(reason="the embeddings are taken for an adapter's own weight and left out")
 @pytest.mark.parametrize("make", [lambda: tiny("text").model, lambda: tied(tiny("text").model)])
 def test_single_tokens_that_are_trained_come_merged(make: Callable[[], Any]) -> None:
     plain = make()
@@ -179,7 +175,6 @@ def test_single_tokens_that_are_trained_come_merged(make: Callable[[], Any]) -> 
     assert_merged(policy, merged(policy), plain)
 
 
-@pytest.mark.xfail(reason=WARNS)
 def test_the_active_one_of_several_adapters_counts() -> None:
     plain = tiny("text").model
     policy = adapted(plain, lora(target_modules=["q_proj", "down_proj"]))
@@ -248,7 +243,6 @@ def test_an_adapter_on_a_tied_head_is_refused(config: LoraConfig) -> None:
         PolicyWeights(policy)
 
 
-@pytest.mark.xfail(reason="the engine's head gets the adapter of the embeddings, too, without a word")
 @pytest.mark.parametrize(
     "config",
     [lora(target_modules=["embed_tokens"]), lora(target_modules=["q_proj"], modules_to_save=["embed_tokens"])],

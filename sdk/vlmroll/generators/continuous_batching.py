@@ -49,6 +49,7 @@ class ContinuousBatchingGenerator:
     """
 
     has_mismatch = True
+    metric_name = "transformers.generate_batch"
 
     def __init__(
         self,

@@ -97,7 +97,8 @@ class VLLMColocateGenerator:
         require_vllm()
         options = EngineOptions() if options is None else options
         self._adapter = adapter
-        self._sleeps, self._asleep = options.sleep, False
+        # A CPU has no memory to give back.
+        self._sleeps, self._asleep = options.sleep and model.device.type != "cpu", False
         self.banned_ids = frozenset(adapter.vision_ids.union(banned_ids))
         self.policy_version = 0
         self._group = _tensor_parallel_group(options.tensor_parallel_size)
@@ -123,7 +124,7 @@ class VLLMColocateGenerator:
         inputs = [(self._input(request), dict(request.options)) for request in requests]
         everyone, first = _joined(inputs, self._group)
         given, asked = [found for found, _ in everyone], [_sampling_params(options) for _, options in everyone]
-        answers = self._llm.generate(given, asked, use_tqdm=False)[first : first + len(requests)]
+        answers = self._answers(given, asked, seeded=sampling.seed is not None)[first : first + len(requests)]
         truncated = truncates(sampling)
         completions = [
             tuple(
@@ -139,7 +140,20 @@ class VLLMColocateGenerator:
             for answer in answers
         ]
         self._sleep()
-        return output_of(requests, [answer.prompt_token_ids for answer in answers], completions)
+        return output_of(requests, [answer.prompt_token_ids for answer in answers], completions, num_generations)
+
+    def _answers(self, given: list[Any], asked: list[Any], *, seeded: bool) -> list[Any]:
+        """What the engine answers. A call that fails or is interrupted leaves nothing in it."""
+        # It draws from torch's generators also where each request has its own.
+        fork = torch.random.fork_rng(enabled=seeded)
+        engine = self._llm.llm_engine
+        try:
+            with fork:
+                return self._llm.generate(given, asked, use_tqdm=False)
+        except BaseException:
+            waiting = engine.output_processor
+            engine.abort_request([*waiting.request_states, *waiting.parent_requests], internal=True)
+            raise
 
     def _input(self, request: Request) -> dict[str, Any]:
         prompt = request.prompt
@@ -199,7 +213,7 @@ def _start(model: Any, adapter: FamilyAdapter, options: EngineOptions) -> Any:
             "gpu_memory_utilization": options.gpu_memory_utilization,
             "tensor_parallel_size": options.tensor_parallel_size,
             "distributed_executor_backend": "external_launcher" if several else "uni",
-            "enable_sleep_mode": options.sleep,
+            "enable_sleep_mode": options.sleep and base.device.type != "cpu",
             "model_impl": options.model_impl,
             "seed": options.seed,
             "logprobs_mode": "processed_logprobs",
@@ -207,6 +221,8 @@ def _start(model: Any, adapter: FamilyAdapter, options: EngineOptions) -> Any:
             "worker_extension_cls": "vlmroll.generators.vllm_worker.PolicyWorker",
             "disable_log_stats": True,
         }
+        if base.device.type == "cpu":  # where a prompt that is read in parts fails if its request has a seed
+            arguments["enable_chunked_prefill"] = False
         with starting_with(PolicyWeights(model)):
             return vllm.LLM(**{**arguments, **options.more})
 

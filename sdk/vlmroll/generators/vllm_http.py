@@ -110,12 +110,14 @@ class VLLMServer:
         if answer.is_success:
             found: Any = answer.json() if answer.content else {}
             return found if isinstance(found, dict) else {}
+        if answer.status_code >= 500 and not self._is_up():  # its engine died, and it will follow
+            raise ServerGone(f"the vLLM server at {self.url} is gone ({_words(answer)})")
         raise ServerError(self._reason(answer, path))
 
     def _reason(self, answer: httpx.Response, path: str) -> str:
         if answer.status_code == 401:
             return f"the server at {self.url} has another key; set VLLM_API_KEY to the one that it was started with"
-        if answer.status_code == 404:
+        if answer.status_code == 404 or "object has no attribute" in answer.text:
             return (
                 f"the server at {self.url} has no /{path}: it is no server for training; start it with `{self._start}`"
             )

@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 TESTED = ("0.32", "0.33")
 """Releases of vLLM that this was tested with, first and last."""
+HOTTEST = 2.0
+"""The highest temperature that vLLM takes."""
 INSTALL = 'python -m pip install "vlmroll[vllm]"'
 
 _OWN = {
@@ -31,7 +33,7 @@ _OWN = {
 # What of vLLM's SamplingParams `generation_kwargs` may hold: plain data that keeps what a completion consists of.
 _OFFERED = (
     *("stop", "stop_token_ids", "ignore_eos", "min_tokens", "presence_penalty", "frequency_penalty", "logit_bias"),
-    *("allowed_token_ids", "bad_words", "include_stop_str_in_output", "repetition_detection", "extra_args"),
+    *("allowed_token_ids", "bad_words", "include_stop_str_in_output", "extra_args"),
 )
 
 
@@ -103,11 +105,17 @@ def bans_of(adapter: FamilyAdapter, banned_ids: frozenset[int]) -> Bans:
     others: list[int] = []
     for token_id in sorted(banned_ids):
         text: str | None = adapter.tokenizer.convert_ids_to_tokens(token_id)
-        if text is not None and adapter.tokenizer.encode(text, add_special_tokens=False) == [token_id]:
-            words.append(text)
-        else:
-            others.append(token_id)
+        alone = text is not None and _tokens_that_vllm_bans(adapter, text) == {token_id}
+        (words if alone else others).append(text if alone else token_id)  # pyright: ignore
     return Bans(words=tuple(words), others=tuple(others))
+
+
+def _tokens_that_vllm_bans(adapter: FamilyAdapter, word: str) -> set[int] | None:
+    """The ids that a word becomes, at the start of a text and behind a space; None where it is more than one token."""
+    start, inside = (adapter.tokenizer.encode(text + word.lstrip(), add_special_tokens=False) for text in ("", " "))
+    if len(start) != 1:
+        return None
+    return {*start, *(inside if len(inside) == 1 else ())}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,6 +157,8 @@ class RequestMaker:
         if not prompts or num_generations < 1:
             raise ValueError(f"nothing to generate: {len(prompts)} prompts, {num_generations} generations each")
         check_extra(sampling.extra)
+        if sampling.temperature > HOTTEST:
+            raise ValueError(f"temperature={sampling.temperature}: vLLM takes at most {HOTTEST}; lower it")
         for i, prompt in enumerate(prompts):
             self._check(i, prompt, sampling.max_tokens)
         common = self._options(sampling, num_generations)
@@ -175,9 +185,10 @@ class RequestMaker:
     def _options(self, sampling: SamplingParams, num_generations: int) -> dict[str, Any]:
         extra = dict(sampling.extra)
         stop_ids = () if extra.get("ignore_eos") else self.stop_ids
-        bias = {str(i): -100.0 for i in self.bans.others} | {str(k): v for k, v in extra.pop("logit_bias", {}).items()}
+        bias = {str(k): v for k, v in extra.pop("logit_bias", {}).items()} | {str(i): -100.0 for i in self.bans.others}
         options: dict[str, Any] = {
-            "n": num_generations,
+            # Greedy completions are all the same, and vLLM makes no more than one.
+            "n": num_generations if sampling.temperature > 0 else 1,
             "max_tokens": sampling.max_tokens,
             "temperature": float(sampling.temperature),
             "top_p": float(sampling.top_p),
@@ -209,15 +220,27 @@ def truncates(sampling: SamplingParams) -> bool:
 
 
 def output_of(
-    requests: Sequence[Request], prompt_ids: Sequence[Sequence[int]], completions: Sequence[tuple[Completion, ...]]
+    requests: Sequence[Request],
+    prompt_ids: Sequence[Sequence[int]],
+    completions: Sequence[tuple[Completion, ...]],
+    num_generations: int,
 ) -> GenerationOutput:
     """The generators' common result; it compares the ids that vLLM used with the encoded ones.
 
     Raises:
         ValueError: they differ.
     """
+    for i, (request, used) in enumerate(zip(requests, prompt_ids, strict=True)):
+        prompt = request.prompt
+        if prompt.images and prompt.engine_ids != prompt.prompt_ids and tuple(used) != prompt.prompt_ids:
+            raise ValueError(
+                f"prompt {i}: the engine used {len(used)} ids that differ from the {prompt.num_tokens} encoded ones; "
+                "its processor has other bounds for pictures than the run (min_pixels, max_pixels, or sizes of a "
+                "picture's own): give `vlmroll serve` the same --min-pixels and --max-pixels, or choose sizes within "
+                "the processor's own"
+            )
     return GenerationOutput(
         prompts=tuple(request.prompt for request in requests),
         prompt_ids=tuple(tuple(ids) for ids in prompt_ids),
-        completions=tuple(completions),
+        completions=tuple(group if len(group) == num_generations else group * num_generations for group in completions),
     )

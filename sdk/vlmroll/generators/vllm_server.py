@@ -116,7 +116,7 @@ class VLLMServerGenerator:
             answers.update(zip(part, future.result(), strict=True))
         ordered = [answers[i] for i in range(len(contents))]
         completions = [self._completions(answer, truncated=truncates(sampling)) for answer in ordered]
-        return output_of(requests, [answer["prompt_token_ids"] for answer in ordered], completions)
+        return output_of(requests, [answer["prompt_token_ids"] for answer in ordered], completions, num_generations)
 
     def _content(self, request: Request, urls: Mapping[str, str]) -> dict[str, Any]:
         """The body of a request; a picture's content hash goes along as cache key."""
@@ -146,7 +146,7 @@ class VLLMServerGenerator:
     def _answers(self, server: VLLMServer, part: Sequence[int], contents: Sequence[Any]) -> list[dict[str, Any]]:
         """The answers to some requests, all made with the current weights; a server that dies is waited for."""
         answers: dict[int, dict[str, Any]] = {}
-        for _ in range(_MOST_RESTARTS):
+        for _ in range(_MOST_RESTARTS + 1):
             missing = [i for i in part if i not in answers]
             if not missing:
                 return [answers[i] for i in part]

@@ -132,10 +132,13 @@ class PolicyWorker:
         self.begin_sync()
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             initialize_layerwise_reload(model)
-            model.load_weights(weights)
-            finalize_layerwise_reload(model, self.model_config)
-        if error := self.end_sync(num_elements)["error"]:
-            raise ValueError(error)
+            try:
+                model.load_weights(weights)
+            finally:
+                finalize_layerwise_reload(model, self.model_config)
+                report = self.end_sync(num_elements)
+        if report["error"]:
+            raise ValueError(report["error"])
 
     def end_sync(self, num_elements: int) -> dict[str, Any]:
         """Finish what reloading leaves undone, and account for every tensor; "error" tells what is wrong."""
