@@ -61,11 +61,9 @@ NEEDS_VLLM = (
 )
 
 
-def marked(kind: str, name: str, failing: str | None = None) -> Any:
-    """A parameter of tests, with the marks that its kind of engine needs; `failing` says why the test fails."""
-    marks = list(NEEDS_VLLM) if kind in VLLM else []
-    marks += [] if failing is None else [pytest.mark.xfail(reason=failing)]
-    return pytest.param((kind, name), marks=marks, id=f"{kind}-{name}")
+def marked(kind: str, name: str) -> Any:
+    """A parameter of tests, with the marks that its kind of engine needs."""
+    return pytest.param((kind, name), marks=NEEDS_VLLM if kind in VLLM else (), id=f"{kind}-{name}")
 
 
 # Models and prompts.
@@ -180,19 +178,20 @@ def make(kind: str, model: Any, adapter: FamilyAdapter, *, server: "Server | Non
 
         return ContinuousBatchingGenerator(model, adapter, **more)
     if kind == "vllm_colocate":
-        from vlmroll.generators.vllm_colocate import EngineOptions, VLLMColocateGenerator
+        from vlmroll.generators.vllm_colocate import VLLMColocateGenerator
+        from vlmroll.generators.vllm_start import EngineOptions
 
         sizes: dict[str, Any] = {"max_num_seqs": MOST_ROWS, "max_num_batched_tokens": CONTEXT * MOST_ROWS}
         sizes |= {"num_gpu_blocks_override": _BLOCKS, "enforce_eager": True}
         own: Mapping[str, Any] = more.pop("options", {})
-        arguments = {**sizes, **own.get("more", {})}
-        options = EngineOptions(**{"max_model_length": CONTEXT, **own, "more": arguments})
-        return VLLMColocateGenerator(model, adapter, options=options, **more)
+        chosen: dict[str, Any] = {"max_model_length": CONTEXT, **own, "more": {**sizes, **own.get("more", {})}}
+        return VLLMColocateGenerator(model, adapter, options=EngineOptions(**chosen), **more)
     from vlmroll.generators.vllm_server import VLLMServerGenerator
 
     assert server is not None
     server.wait()
-    return VLLMServerGenerator(model, adapter, **{"base_url": server.url, "api_key": KEY, "timeout": 120.0, **more})
+    where: dict[str, Any] = {"base_url": server.url, "api_key": KEY, "timeout": 120.0, **more}
+    return VLLMServerGenerator(model, adapter, **where)
 
 
 @cache

@@ -62,7 +62,8 @@ def compare(name: str, ours: Call, bare: Call, prepare: Callable[[], None], repe
 def with_vllm(model: Any, prompts: Sequence[Prompt], args: argparse.Namespace) -> None:
     """Our in-process generator against its engine."""
     from vllm import SamplingParams as VLLMSamplingParams  # pyright: ignore[reportMissingImports]
-    from vlmroll.generators.vllm_colocate import EngineOptions, VLLMColocateGenerator
+    from vlmroll.generators.vllm_colocate import VLLMColocateGenerator
+    from vlmroll.generators.vllm_start import EngineOptions
 
     adapter = load_adapter(MODEL_DIR)
     engine = {"enforce_eager": True, "max_num_seqs": 256}

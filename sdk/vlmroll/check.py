@@ -161,8 +161,9 @@ def _continuous_batching(bench: "Bench", args: argparse.Namespace) -> "Generator
 
 
 def _colocate(bench: "Bench", args: argparse.Namespace) -> "Generator":
-    from vlmroll.generators.vllm_colocate import EngineOptions, VLLMColocateGenerator
+    from vlmroll.generators.vllm_colocate import VLLMColocateGenerator
     from vlmroll.generators.vllm_requests import require_vllm
+    from vlmroll.generators.vllm_start import EngineOptions
     from vlmroll.setup import context_length
 
     require_vllm()

@@ -55,7 +55,8 @@ def make_generator(model: Any, adapter: FamilyAdapter, args: PolicyConfig) -> Ge
             group_port=args.vllm_group_port,
             regex=args.vllm_structured_outputs_regex,
         )
-    from vlmroll.generators.vllm_colocate import EngineOptions, VLLMColocateGenerator
+    from vlmroll.generators.vllm_colocate import VLLMColocateGenerator
+    from vlmroll.generators.vllm_start import EngineOptions
 
     options = EngineOptions(
         max_model_length=args.vllm_max_model_length,

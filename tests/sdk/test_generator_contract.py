@@ -4,10 +4,11 @@ The oracles are the policy itself: `TransformersGenerator` for what is sampled a
 transformers in `test_generators.py`), and `policy_logprobs` for log-probabilities.
 """
 
+import gc
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +44,8 @@ PICTURED = ("transformers", *VLLM)
 """Kinds that read pictures."""
 SEEING = ("qwen2_5_vl", "qwen3_vl")
 """Models that read pictures."""
+FEW = ("qwen3_vl", "text")
+"""Models for what does not depend on the model."""
 TOLERANCE = {"transformers": 1e-5, "continuous_batching": 2e-5, "vllm_colocate": 2e-5, "vllm_server": 2e-5}
 """Largest difference of a log-probability from the policy's, in float32 on a CPU; measured were at most 2.4e-6."""
 HOTTEST = {"transformers": 5.0, "continuous_batching": 5.0, "vllm_colocate": 2.0, "vllm_server": 2.0}
@@ -51,17 +54,21 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0)
 WARM = SamplingParams(max_tokens=12, temperature=0.7, seed=3)
 
 
+@pytest.fixture(autouse=True)
+def _no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Continuous batching collects garbage twice in each call, 0.3 s each with all that tests have loaded."""
+    monkeypatch.setattr(gc, "collect", int)
+
+
 @pytest.fixture(scope="session")
 def engine(request: pytest.FixtureRequest) -> Engine:
     start_ahead(request.session)
     return engine_of(*request.param)
 
 
-def engines(
-    kinds: Sequence[str] = REAL, models: Sequence[str] = MODELS, failing: Mapping[str, str] | None = None
-) -> pytest.MarkDecorator:
-    """Run a test with engines of these kinds and models; `failing` says with which kinds it fails, and why."""
-    cases = [marked(kind, name, failing=(failing or {}).get(kind)) for kind, name in itertools.product(kinds, models)]
+def engines(kinds: Sequence[str] = REAL, models: Sequence[str] = MODELS) -> pytest.MarkDecorator:
+    """Run a test with engines of these kinds and models."""
+    cases = [marked(kind, name) for kind, name in itertools.product(kinds, models)]
     return pytest.mark.parametrize("engine", cases, indirect=True)
 
 
@@ -143,16 +150,14 @@ def test_siblings_at_temperature_0_are_equal(engine: Engine) -> None:
     assert output.completion_ids == [ids for ids in alone.completion_ids for _ in range(3)]
 
 
-@engines(KINDS, ["text"])
+@engines(models=["text"])
 @pytest.mark.parametrize(("number", "num_generations"), [(0, 1), (4, 0)])
 def test_nothing_to_generate_is_refused(engine: Engine, number: int, num_generations: int) -> None:
-    if engine.kind == "scripted":
-        pytest.skip("it answers as often as it is asked")
     with pytest.raises(ValueError, match=f"nothing to generate: {number} prompts, {num_generations} generations each"):
         engine.generator.generate(engine.prompts[:number], GREEDY, num_generations)
 
 
-@engines()
+@engines(models=FEW)
 def test_completions_end_at_stop_ids_of_model_and_tokenizer(engine: Engine) -> None:
     """`generate` looks at each completion; here the cases that it should have seen are counted."""
     sampling = SamplingParams(max_tokens=48, temperature=2.0, seed=1)
@@ -199,7 +204,7 @@ def test_log_probabilities_are_those_that_training_scores(engine: Engine, temper
     assert not any(completion.truncated for completion in itertools.chain(*output.completions))
 
 
-@engines()
+@engines(models=FEW)
 def test_vision_and_banned_ids_are_never_sampled(engine: Engine) -> None:
     hot = SamplingParams(max_tokens=256, temperature=HOTTEST[engine.kind], seed=0)
     assert engine.generator.banned_ids == engine.adapter.vision_ids | set(BANNED)
@@ -227,7 +232,7 @@ def test_a_policy_that_wants_vision_ids_does_not_get_them(engine: Engine) -> Non
 # Seeds.
 
 
-@engines()
+@engines(models=FEW)
 def test_one_seed_gives_one_output(engine: Engine) -> None:
     asked = [engine.prompts[i] for i in (0, 2, 0)]
 
@@ -244,12 +249,12 @@ def test_one_seed_gives_one_output(engine: Engine) -> None:
     assert not distinct & {tuple(ids) for ids in sample(2) if len(ids) > 2}
 
 
-@engines()
+@engines(models=FEW)
 def test_sampling_leaves_random_states_alone(engine: Engine) -> None:
-    states = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    torchs, numpys = torch.get_rng_state(), repr(np.random.get_state())
     generate(engine, engine.prompts, WARM, 2)
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert np.random.get_state()[1].tolist() == states[1]
+    assert torch.equal(torch.get_rng_state(), torchs)
+    assert repr(np.random.get_state()) == numpys
 
 
 # Pictures.
@@ -324,7 +329,9 @@ def assert_pictures_are_the_policys(engine: Engine, asked: Sequence[Prompt], *, 
     if not refused:
         assert_is_the_policy(engine, asked)
         return
-    with pytest.raises(ValueError, match=BOUNDS):
+    # A picture of one token looks like its placeholder.
+    small = any(prompt.images and prompt.engine_ids == prompt.prompt_ids for prompt in asked)
+    with pytest.raises(ValueError, match=r"prompt \d: the engine used \d+ ids that differ" if small else BOUNDS):
         engine.generator.generate(asked, GREEDY, 1)
 
 
@@ -474,7 +481,7 @@ CUTS: list[dict[str, Any]] = [
 ]
 
 
-@engines()
+@engines(models=FEW)
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 def test_truncated_distributions(engine: Engine, cut: dict[str, Any]) -> None:
     """vLLM reports log-probabilities after truncation and says so, the others those before it."""
@@ -496,7 +503,7 @@ def test_truncated_distributions(engine: Engine, cut: dict[str, Any]) -> None:
     assert max(sizes) < 250
 
 
-@engines()
+@engines(models=FEW)
 def test_nothing_is_truncated_at_temperature_0(engine: Engine) -> None:
     output = generate(engine, engine.prompts, replace(GREEDY, top_p=0.5, top_k=2, min_p=0.3), 1)
     assert output.completion_ids == generate(engine, engine.prompts, GREEDY, 1).completion_ids
@@ -504,7 +511,7 @@ def test_nothing_is_truncated_at_temperature_0(engine: Engine) -> None:
     assert not any(completion.truncated for (completion,) in output.completions)
 
 
-@engines()
+@engines(models=FEW)
 def test_repetition_penalty_sees_prompt_and_completion(engine: Engine) -> None:
     sampling = replace(GREEDY, max_tokens=24, repetition_penalty=1.7)
     output = generate(engine, engine.prompts, sampling, 1)
@@ -512,7 +519,7 @@ def test_repetition_penalty_sees_prompt_and_completion(engine: Engine) -> None:
     assert output.completion_ids != generate(engine, engine.prompts, replace(GREEDY, max_tokens=24), 1).completion_ids
 
 
-@engines()
+@engines(models=["text"])
 def test_unknown_options_are_refused(engine: Engine) -> None:
     for name in ("num_beams", "n", "stop_token_id", "best_of"):
         with pytest.raises(ValueError, match=f"generation_kwargs: .*{name!r}"):
@@ -584,7 +591,7 @@ def test_completions_match_a_regular_expression(engine: Engine) -> None:
 # Prompts that an engine cannot take.
 
 
-@engines(VLLM)
+@engines(VLLM, FEW)
 def test_a_prompt_that_is_too_long_is_refused_before_any_is_sent(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

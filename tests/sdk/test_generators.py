@@ -1,7 +1,7 @@
-"""The contract of generators, and the in-process generator against `generate` of transformers and against scoring."""
+"""The in-process generator against `generate` of transformers and against scoring; what all promise is in
+`test_generator_contract.py`."""
 
 import copy
-from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -10,11 +10,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig
 
-from tiny_models import QWEN_FAMILIES, mixed_rows, picture, tiny, user
-from vlmroll.generators import Generator, ScriptedGenerator, TransformersGenerator
+from tiny_models import QWEN_FAMILIES, mixed_rows, tiny, user
+from vlmroll.generators import ScriptedGenerator, TransformersGenerator
 from vlmroll.generators.sampling import draw, processors
 from vlmroll.scoring import policy_logprobs
-from vlmroll.types import Completion, GenerationOutput, SamplingParams
+from vlmroll.types import GenerationOutput, SamplingParams
 from vlmroll_processors import Prompt, collate, load_adapter
 from vlmroll_processors.adapter import FamilyAdapter
 
@@ -51,44 +51,7 @@ def ids_of(output: GenerationOutput) -> list[list[int]]:
     return output.completion_ids
 
 
-# The contract of every generator.
-
-MAKERS: dict[str, Callable[[], Generator]] = {
-    "scripted": lambda: ScriptedGenerator([[7, 8, 9], [10], [11, 12]]),
-    "text": lambda: generator("text"),
-    "qwen3_vl": lambda: generator("qwen3_vl"),
-}
-makers = pytest.mark.parametrize("kind", MAKERS)
-
-
-@makers
-@pytest.mark.parametrize("num_generations", [1, 3])
-def test_a_generator_answers_every_prompt_in_order(kind: str, num_generations: int) -> None:
-    asked = prompts("qwen3_vl" if kind == "qwen3_vl" else "text")
-    sampling = SamplingParams(max_tokens=2, seed=0)
-    engine = MAKERS[kind]()
-    output = engine.generate(asked, sampling, num_generations)
-    assert isinstance(output, GenerationOutput)
-    assert output.prompts == asked
-    assert output.prompt_ids == tuple(prompt.prompt_ids for prompt in asked)
-    assert [len(group) for group in output.completions] == [num_generations] * len(asked)
-    for completion in (completion for group in output.completions for completion in group):
-        assert 1 <= len(completion.completion_ids) <= 2
-        assert len(completion.logprobs) == len(completion.completion_ids)
-        assert all(logprob <= 0 for logprob in completion.logprobs)
-        assert completion.finish_reason in ("stop", "length")
-        assert completion.finish_reason == "stop" or len(completion.completion_ids) == 2
-    assert len(output.forward_kwargs) == len(output.completion_ids) == len(output.logprobs)
-    engine.close()
-
-
-@makers
-def test_a_generator_counts_the_weights_it_took_over(kind: str) -> None:
-    engine, asked = MAKERS[kind](), prompts("qwen3_vl" if kind == "qwen3_vl" else "text")[:1]
-    for version in range(3):
-        (group,) = engine.generate(asked, SamplingParams(max_tokens=1), 2).completions
-        assert [completion.policy_version for completion in group] == [version] * 2
-        engine.sync_weights(tiny("text").model)
+# The scripted generator.
 
 
 def test_a_script_goes_on_from_call_to_call_and_remembers() -> None:
@@ -335,27 +298,11 @@ def test_one_seed_gives_one_output() -> None:
     assert sample(None) == first
 
 
-def test_siblings_differ() -> None:
-    output = generator("text").generate(prompts("text"), SamplingParams(max_tokens=8, seed=0), 4)
-    assert all(len({completion.completion_ids for completion in group}) > 1 for group in output.completions)
-
-
 def test_stop_ids_are_those_of_the_model_and_of_the_tokenizer() -> None:
     model = copy.deepcopy(tiny("text").model)
     for eos, expected in ((None, [319]), (7, [7, 319]), ([319, 7, 9], [7, 9, 319])):
         model.generation_config.eos_token_id = eos
         assert generator("text", model).stop_ids == expected
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_vision_and_banned_ids_are_never_sampled(seed: int) -> None:
-    name, banned = "qwen3_vl", range(0, 336, 3)
-    hot = SamplingParams(max_tokens=256, temperature=5.0, seed=seed)
-    output = generator(name, banned_ids=banned).generate(prompts(name)[2:3], hot, 6)
-    sampled = {id for ids in ids_of(output) for id in ids}
-    assert len(sampled) > 150
-    assert not sampled & adapter(name).vision_ids
-    assert not sampled & set(banned)
 
 
 @families
@@ -394,13 +341,6 @@ def test_frequencies_follow_the_softmax(temperature: float) -> None:
     assert sum((count - mean) ** 2 / mean for count, mean in zip(counts, expected, strict=True)) < 32.9
 
 
-@pytest.mark.parametrize("length", [1, 4])
-def test_completions_end_at_the_limit(length: int) -> None:
-    output = generator("text").generate(prompts("text"), SamplingParams(max_tokens=length, temperature=0), 1)
-    assert [len(ids) for ids in ids_of(output)] == [length] * 4
-    assert {completion.finish_reason for (completion,) in output.completions} == {"length"}
-
-
 def test_a_stop_at_the_limit_is_a_stop() -> None:
     first = ids_of(generator("text").generate(prompts("text"), GREEDY, 1))
     model = model_with_stops("text", first[0][0])
@@ -436,28 +376,6 @@ def test_every_module_gets_its_mode_back(fails: bool) -> None:
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize(("asked", "number"), [((), 1), (prompts("text"), 0)])
-def test_nothing_to_generate_is_refused(asked: Sequence[Prompt], number: int) -> None:
-    with pytest.raises(ValueError, match=f"nothing to generate: {len(asked)} prompts, {number} generations each"):
-        generator("text").generate(asked, GREEDY, number)
-
-
 def test_prompts_of_two_families_are_refused() -> None:
     with pytest.raises(ValueError, match="lacks the per-token input"):
         generator("qwen3_vl").generate([prompts("qwen3_vl")[0], prompts("text")[0]], GREEDY, 1)
-
-
-def test_pictures_change_what_is_sampled() -> None:
-    """Same text and picture size, other pixels."""
-    name = "qwen3_vl"
-    one, other = adapter(name).encode([{"prompt": user("which digit ?", picture(64, 48, seed))} for seed in (1, 2)])
-    assert one.prompt_ids == other.prompt_ids
-    logprobs = [generator(name).generate([prompt], GREEDY, 1).logprobs for prompt in (one, other)]
-    assert logprobs[0][0] != pytest.approx(logprobs[1][0], abs=1e-3)
-
-
-def test_completions_are_plain_values() -> None:
-    (group,) = generator("text").generate(prompts("text")[:1], GREEDY, 1).completions
-    assert isinstance(group[0], Completion)
-    assert {type(id) for id in group[0].completion_ids} == {int}
-    assert {type(logprob) for logprob in group[0].logprobs} == {float}

@@ -27,7 +27,8 @@ NOTHING = Bans(words=(), others=())
 
 
 def maker(**more: Any) -> RequestMaker:
-    return RequestMaker(**{"bans": NOTHING, "stop_ids": [319], **more})
+    given: dict[str, Any] = {"bans": NOTHING, "stop_ids": [319], **more}
+    return RequestMaker(**given)
 
 
 def options(sampling: SamplingParams, n: int = 1, **more: Any) -> dict[str, Any]:
@@ -266,7 +267,7 @@ def test_other_versions_are_warned_of(version: str, caplog: pytest.LogCaptureFix
 
 
 def test_without_vllm_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", {}.get)
     with pytest.raises(ImportError, match=r'vLLM is not installed; run: python -m pip install "vlmroll\[vllm\]"'):
         require_vllm()
     assert vllm_requests.INSTALL == 'python -m pip install "vlmroll[vllm]"'
@@ -275,6 +276,6 @@ def test_without_vllm_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch)
 def test_without_vllm_no_engine_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     from vlmroll.generators.vllm_colocate import VLLMColocateGenerator
 
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", {}.get)
     with pytest.raises(ImportError, match="vLLM is not installed"):
         VLLMColocateGenerator(tiny("text").model, adapter_of("text"))

@@ -38,9 +38,9 @@ def saved(model: Any, folder: Path) -> Weights:
 def moe() -> Any:
     """A model whose checkpoints hold each expert by itself."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "head_dim": 16}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, num_experts=4, num_experts_per_tok=2))
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "moe_intermediate_size": 16}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2))
 
 
 # Plain models.
@@ -88,7 +88,8 @@ def test_weights_come_in_their_own_type_and_without_gradient(tmp_path: Path) -> 
 
 
 def lora(**options: Any) -> LoraConfig:
-    return LoraConfig(**{"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **options})
+    given: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **options}
+    return LoraConfig(**given)
 
 
 def adapted(model: Any, config: Any) -> Any:
@@ -135,10 +136,7 @@ ADAPTERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ADAPTERS,
-)
+@pytest.mark.parametrize("kind", ADAPTERS)
 @pytest.mark.parametrize("name", ["text", "qwen2_5_vl"])
 def test_adapters_come_merged(name: str, kind: str) -> None:
     policy = adapted(tiny(name).model, ADAPTERS[kind])

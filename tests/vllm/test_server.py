@@ -210,10 +210,13 @@ def stand_in(stand_ins: tuple[StandIn, StandIn]) -> StandIn:
 
 
 @pytest.fixture(autouse=True)
-def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Look often whether a server is up, know no key, and close all connections, also those of refused servers."""
+def settings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Look often whether a server is up, know no key, and close all connections to stand-ins, refused ones too."""
     monkeypatch.setattr(vllm_http, "_POLL", 0.02)
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    if request.node.get_closest_marker("vllm"):
+        yield
+        return
     made: list[VLLMServer] = []
 
     def server(*args: Any, **more: Any) -> VLLMServer:
@@ -228,7 +231,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def connected(*stand_ins: StandIn, model: Any = None, **more: Any) -> VLLMServerGenerator:
     model = model_of("text") if model is None else model
-    options = {"base_url": ",".join(s.url for s in stand_ins), "timeout": 5.0, **more}
+    options: dict[str, Any] = {"base_url": ",".join(s.url for s in stand_ins), "timeout": 5.0, **more}
     return VLLMServerGenerator(model, adapter_of("text"), **options)
 
 
@@ -341,7 +344,7 @@ def test_a_sync_is_these_steps_and_sends_the_policys_weights(stand_in: StandIn) 
     assert stand_in.weights is not None
     assert stand_in.weights.keys() == expected.keys()
     assert all(torch.equal(stand_in.weights[name], expected[name]) for name in expected)
-    (total,) = [content["args"] for path, content in stand_in.asked if content and content.get("method") == "end_sync"]
+    (total,) = [content["args"] for _, content in stand_in.asked if content and content.get("method") == "end_sync"]
     assert total == [PolicyWeights(policy).num_elements]
     assert generator.policy_version == 1
 

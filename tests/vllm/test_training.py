@@ -5,13 +5,14 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from engines import CONTEXT, ENVIRONMENT, KEY, MODELS, NEEDS_VLLM, model_of, server_of
+from engines import CONTEXT, ENVIRONMENT, KEY, MODELS, NEEDS_VLLM, adapter_of, model_of, server_of
 from training_runs import ALGORITHMS, make_trainer
 from vlmroll import PolicyTrainer
 from vlmroll.checking import check_generators
@@ -35,7 +36,11 @@ def trainer_with(kind: str, name: str, folder: Path, algorithm: str = "grpo", **
         server = server_of(name)
         server.wait()
         more["vllm_server_base_url"] = server.url
-    return make_trainer(algorithm, folder, model=name, wrap=lambda model: model_of(name), **more, **options)
+    return make_trainer(algorithm, folder, model=name, wrap=partial(_instead, model_of(name)), **more, **options)
+
+
+def _instead(model: Any, given: Any) -> Any:
+    return model
 
 
 CASES = [(kind, name) for kind in BY_OPTION for name in MODELS if kind != "continuous-batching" or name == "text"]
@@ -47,17 +52,22 @@ def test_the_engine_has_the_trained_policy(
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     trainer = trainer_with(kind, name, tmp_path, algorithm=ALGORITHMS[len(name) % 2], max_steps=3)
-    before = {key: tensor.clone() for key, tensor in trainer.model.state_dict().items()}
+    before = state_of(trainer)
     trainer.train()
-    assert all(key in before for key in trainer.model.state_dict())
-    assert any(not torch.equal(before[key], tensor) for key, tensor in trainer.model.state_dict().items())
-    report = check_generators(trainer.model, trainer.adapter, {kind: trainer.generator}, tolerance=1e-3)
+    assert any(not torch.equal(before[key], tensor) for key, tensor in state_of(trainer).items())
+    report = check_generators(trainer.model, adapter_of(name), {kind: trainer.generator}, tolerance=1e-3)
     assert report.passed, str(report)
     logs = [log for log in trainer.state.log_history if "reward" in log]
     assert len(logs) == 3
     if kind != "transformers":
         assert max(log["sampling/sampling_logp_difference/max"] for log in logs) < 1e-4  # 3e-6 were measured
     trainer.generator.close()
+
+
+def state_of(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
+    """A copy of the policy's weights."""
+    model: Any = trainer.model
+    return {key: tensor.clone() for key, tensor in model.state_dict().items()}
 
 
 def weights_after(folder: Path, name: str, *, disturb: bool) -> tuple[dict[str, torch.Tensor], list[Any]]:
@@ -89,7 +99,7 @@ def weights_after(folder: Path, name: str, *, disturb: bool) -> tuple[dict[str, 
         assert killed.is_set()
     trainer.generator.close()
     rewards = [log["reward"] for log in trainer.state.log_history if "reward" in log]
-    return {key: tensor.clone() for key, tensor in trainer.model.state_dict().items()}, rewards
+    return state_of(trainer), rewards
 
 
 def test_a_run_goes_on_when_the_server_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ python tests/vllm/two_processes.py TENSOR_PARALLEL_SIZE FOLDER
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,8 +27,10 @@ def main(size: str, folder: str) -> None:
         vllm_engine_kwargs=engine,
     )
     trainer.train()
-    report = check_generators(trainer.model, trainer.adapter, {"vllm-colocate": trainer.generator}, tolerance=1e-3)
-    result = {"weights": trainer.model.state_dict(), "passed": report.passed, "report": str(report)}
+    model: Any = trainer.model
+    adapter: Any = trainer.adapter
+    report = check_generators(model, adapter, {"vllm-colocate": trainer.generator}, tolerance=1e-3)
+    result = {"weights": model.state_dict(), "passed": report.passed, "report": str(report)}
     torch.save(result, Path(folder) / f"{trainer.accelerator.process_index}.pt")
     trainer.generator.close()
 

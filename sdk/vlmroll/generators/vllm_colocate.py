@@ -1,15 +1,9 @@
 """vLLM in the process of the trainer."""
 
 import contextlib
-import copy
-import os
-import random
-import tempfile
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from vlmroll.generators.base import stop_ids_of
@@ -17,44 +11,15 @@ from vlmroll.generators.vllm_requests import (
     Request,
     RequestMaker,
     bans_of,
-    check_version,
     output_of,
     require_vllm,
     truncates,
 )
+from vlmroll.generators.vllm_start import EngineOptions, start
 from vlmroll.types import Completion, GenerationOutput, SamplingParams
 from vlmroll.weights import PolicyWeights
 from vlmroll_processors import Prompt
 from vlmroll_processors.adapter import FamilyAdapter
-
-
-def _nothing() -> Mapping[str, Any]:
-    return {}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineOptions:
-    """How vLLM is started in the process.
-
-    Attributes:
-        max_model_length: most tokens of prompt and completion together; None: as the model's config says.
-        gpu_memory_utilization: share of the accelerator's memory for weights and cache.
-        tensor_parallel_size: processes that one copy of the model is split over.
-        sleep: give the memory of weights and cache back while the engine has nothing to do.
-        model_impl: whose model code runs, "vllm" or "transformers".
-        dtype: of the engine's weights; None: the policy's.
-        seed: of the engine; requests have seeds of their own.
-        more: further arguments of `vllm.LLM`, which win over ours.
-    """
-
-    max_model_length: int | None = None
-    gpu_memory_utilization: float = 0.3
-    tensor_parallel_size: int = 1
-    sleep: bool = False
-    model_impl: str = "vllm"
-    dtype: str | None = None
-    seed: int = 0
-    more: Mapping[str, Any] = field(default_factory=_nothing)
 
 
 class VLLMColocateGenerator:
@@ -103,7 +68,7 @@ class VLLMColocateGenerator:
         self.policy_version = 0
         self._group = _tensor_parallel_group(options.tensor_parallel_size)
         self.collective = self._group is not None
-        self._llm: Any = _start(model, adapter, options)
+        self._llm: Any = start(model, adapter, options)
         self.max_model_length: int = self._llm.model_config.max_model_len
         self._maker = RequestMaker(
             bans=bans_of(adapter, self.banned_ids),
@@ -144,16 +109,17 @@ class VLLMColocateGenerator:
 
     def _answers(self, given: list[Any], asked: list[Any], *, seeded: bool) -> list[Any]:
         """What the engine answers. A call that fails or is interrupted leaves nothing in it."""
-        # It draws from torch's generators also where each request has its own.
-        fork = torch.random.fork_rng(enabled=seeded)
-        engine = self._llm.llm_engine
-        try:
-            with fork:
-                return self._llm.generate(given, asked, use_tqdm=False)
-        except BaseException:
-            waiting = engine.output_processor
-            engine.abort_request([*waiting.request_states, *waiting.parent_requests], internal=True)
-            raise
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._abort)
+            # It draws from torch's generators also where each request has its own.
+            with torch.random.fork_rng(enabled=seeded):
+                answers = self._llm.generate(given, asked, use_tqdm=False)
+            stack.pop_all()  # nothing is left to abort
+        return answers
+
+    def _abort(self) -> None:
+        waiting = self._llm.llm_engine.output_processor
+        self._llm.llm_engine.abort_request([*waiting.request_states, *waiting.parent_requests], internal=True)
 
     def _input(self, request: Request) -> dict[str, Any]:
         prompt = request.prompt
@@ -192,76 +158,6 @@ class VLLMColocateGenerator:
         if self._llm is not None:
             self._llm.llm_engine.engine_core.shutdown()
             self._llm = None
-
-
-def _start(model: Any, adapter: FamilyAdapter, options: EngineOptions) -> Any:
-    """The engine, with nothing else in the process changed by it."""
-    with tempfile.TemporaryDirectory() as folder, _unchanged():
-        base = model.get_base_model() if hasattr(model, "peft_config") else model
-        _config_for_engine(base).save_pretrained(folder)
-        adapter.engine_processor().save_pretrained(folder)
-        several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-        import vllm  # pyright: ignore[reportMissingImports]
-        from vlmroll.generators.vllm_worker import IN_PROCESS, starting_with
-
-        check_version(vllm.__version__, "the installed engine")
-        arguments: dict[str, Any] = {
-            "model": folder,
-            "load_format": IN_PROCESS,
-            "dtype": options.dtype or str(base.dtype).removeprefix("torch."),
-            "max_model_len": options.max_model_length,
-            "gpu_memory_utilization": options.gpu_memory_utilization,
-            "tensor_parallel_size": options.tensor_parallel_size,
-            "distributed_executor_backend": "external_launcher" if several else "uni",
-            "enable_sleep_mode": options.sleep and base.device.type != "cpu",
-            "model_impl": options.model_impl,
-            "seed": options.seed,
-            "logprobs_mode": "processed_logprobs",
-            "generation_config": "vllm",  # else the model's own sampling defaults would come in
-            "worker_extension_cls": "vlmroll.generators.vllm_worker.PolicyWorker",
-            "disable_log_stats": True,
-        }
-        if base.device.type == "cpu":  # where a prompt that is read in parts fails if its request has a seed
-            arguments["enable_chunked_prefill"] = False
-        with starting_with(PolicyWeights(model)):
-            return vllm.LLM(**{**arguments, **options.more})
-
-
-def _config_for_engine(base: Any) -> Any:
-    """The policy's config, with what vLLM reads from it and transformers from the model itself.
-
-    That is the architecture, without which vLLM makes an embedding model, and whether the head is tied to the
-    embeddings, for which vLLM goes by the config of the text model.
-    """
-    config = copy.deepcopy(base.config)
-    config.architectures = [type(base).__name__]
-    tied = base.get_output_embeddings().weight is base.get_input_embeddings().weight
-    for part in (config, config.get_text_config()):
-        part.tie_word_embeddings = tied
-    return config
-
-
-@contextlib.contextmanager
-def _unchanged() -> Generator[None]:
-    """Keep random states, the thread count's setter and the environment as they are; starting vLLM changes them."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    accelerator = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
-    environment = dict(os.environ)
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine in this very process
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # else it says something at every sync
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        if accelerator:
-            torch.cuda.set_rng_state_all(accelerator)
-        torch.set_num_threads = set_num_threads
-        torch.set_num_threads(threads)
-        for name in os.environ.keys() - environment.keys():
-            del os.environ[name]
 
 
 def _sampling_params(options: Mapping[str, Any]) -> Any:

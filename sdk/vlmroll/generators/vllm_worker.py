@@ -42,8 +42,6 @@ IN_PROCESS = "vlmroll-policy"
 """Load format of an engine that starts with the weights of a policy in its own process."""
 _SHOWN = 3  # names in a message
 logger = logging.getLogger(__name__)
-# It warns of every layer without weights of its own; `Account` knows which weights are missing.
-logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
 class Account:
@@ -117,6 +115,8 @@ class PolicyWorker:
     def begin_sync(self) -> None:
         """From now on remember which of the model's parameters are loaded."""
         model = self.model_runner.get_model()
+        # It warns of every layer without weights of its own; `Account` knows which weights are missing.
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         if not hasattr(self, "_tied"):
             self._tied = _tied_heads(model)
         account = self._account = Account(model)
