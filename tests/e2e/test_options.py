@@ -318,7 +318,7 @@ def test_an_engine_gets_the_weights_before_every_generation(tmp_path: Path) -> N
         per_device_eval_batch_size=4,
     )  # fmt: skip
     trainer.train()
-    assert Recorder.calls == ["sync", "generate"] * 4
+    assert Recorder.calls == [*["sync", "generate"] * 4, "sync"], "in the end it has the trained weights"
 
 
 def test_the_data_seed_orders_the_rows(tmp_path: Path) -> None:
