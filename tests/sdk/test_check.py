@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -29,7 +30,7 @@ from vlmroll_processors.adapter import FamilyAdapter
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NAME = "qwen2_5_vl"
-FEW: dict[str, Any] = {"max_tokens": 4, "num_generations": 2}
+FEW: dict[str, Any] = {"max_tokens": 3, "num_generations": 2}
 AFTER = ("greedy tokens", "log-probabilities", "vision ids", "weights synced", "weights restored")
 PICTURE_KINDS, ALL_KINDS = ("one picture", "many pictures"), ("text only", "one picture", "many pictures")
 
@@ -70,7 +71,7 @@ def test_the_policy_itself_passes_and_keeps_its_weights(name: str) -> None:
     kinds = {"text": ALL_KINDS[:1], "paligemma": PICTURE_KINDS}.get(name, ALL_KINDS)
     assert dict(report.prompts) == dict.fromkeys(kinds, 2)
     assert [(d.kind, d.temperature) for d in found.differences] == [(k, t) for t in (1.0, 0.7) for k in kinds]
-    assert all(0 <= d.mean <= d.max < 1e-4 and 4 <= d.num_tokens <= 16 for d in found.differences)
+    assert all(0 <= d.mean <= d.max < 1e-4 and 4 <= d.num_tokens <= 12 for d in found.differences)
     assert found.tokens_per_second is not None
     assert found.tokens_per_second > 0
     assert (report.dtype, report.device, report.tolerance) == ("float32", "cpu", 1e-3)
@@ -275,7 +276,7 @@ WRONG: dict[type[Wrong], tuple[str, dict[str, str]]] = {
         "text",
         {"greedy tokens": r"prompt 0 \(text only\), token 2: \d+ \('.+'\) instead of \d+ \(.*prompt 1"},
     ),
-    Shorter: ("text", {"greedy tokens": r"prompt 0 \(text only\), it has 1 tokens instead of 4;"}),
+    Shorter: ("text", {"greedy tokens": r"prompt 0 \(text only\), it has 1 tokens instead of 3;"}),
     Shifted: (
         "text",
         {"log-probabilities": "text only, temperature 1: 5.0e-01 on average, 5.0e-01 at most; text only, "},
@@ -309,12 +310,10 @@ def test_what_is_wrong_fails_in_its_line_and_in_no_other(kind: type[Wrong]) -> N
 
 
 def test_noise_is_large_enough_for_the_tolerance() -> None:
-    """What 2 % of noise on the tower changes lies within this tolerance."""
-    model = copy.deepcopy(tiny(NAME).model)
-    engine = LeavesTheTowerOut(model, NAME)
-    assert failed(check_generators(model, adapter(), {"it": engine}, tolerance=0.03, **FEW)).keys() == {
-        "weights synced"
-    }
+    """What 2 % of noise changes lies within this tolerance."""
+    model = copy.deepcopy(tiny("text").model)
+    report = check_generators(model, adapter("text"), {"it": IgnoresSync(model, "text")}, tolerance=0.1, **FEW)
+    assert failed(report).keys() == {"weights synced"}
 
 
 @pytest.mark.parametrize(
@@ -506,7 +505,7 @@ def test_the_table() -> None:
             Outcome(name="prompt ids", result="passed"),
             Outcome(name="greedy tokens", result="passed", value="near tie", detail="prompt 0"),
             Outcome(name="log-probabilities", result="failed", detail="far off"),
-            Outcome(name="vision ids", result="passed", value="5 banned"),
+            Outcome(name="vision ids", result="failed", value="5 banned", detail="it sampled [3]"),
             Outcome(name="weights synced", result="not run", detail="nothing was sampled"),
         ),
         differences=(Difference(kind="text only", temperature=0.7, mean=0.25, max=1.0, num_tokens=9),),
@@ -523,13 +522,14 @@ def test_the_table() -> None:
         "greedy tokens                 near tie           -",
         "log-probabilities             NO                 -",
         "  text only, temperature 0.7  2.5e-01 (1.0e+00)  -",
-        "vision ids                    5 banned           -",
+        "vision ids                    NO                 -",
         "weights synced                not run            -",
         "tokens per second             12                 -",
         "Under log-probabilities: mean (largest) difference to the policy's own, in nats; the mean may be at most "
         "0.001.",
         "engine, greedy tokens: prompt 0",
         "engine, log-probabilities: failed: far off",
+        "engine, vision ids: failed: it sampled [3]",
         "engine, weights synced: not run: nothing was sampled",
         "b, starts: not run: install it",
     ]
@@ -578,7 +578,7 @@ def not_made(error: Exception) -> Callable[..., Generator]:
 def makers(monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
     """Put makers in the place of the engines'; `_` stands for `-` in their names."""
     for name, make in more.items():
-        monkeypatch.setitem(sys.modules["vlmroll.check"]._MAKERS, name.replace("_", "-"), make)
+        monkeypatch.setitem(import_module("vlmroll.check")._MAKERS, name.replace("_", "-"), make)
 
 
 def test_the_command_fails_and_still_writes(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -255,8 +255,12 @@ def test_nobody_listens() -> None:
 
 
 def test_a_server_that_comes_up_late_is_waited_for(stand_in: StandIn, caplog: pytest.LogCaptureFixture) -> None:
-    stand_in.answers["/health"] = (503, {})
-    threading.Timer(0.3, stand_in.answers.clear).start()
+    original, tries = stand_in.answer, iter(range(10**6))
+
+    def starting(path: str, content: Any) -> tuple[int, Any] | None:
+        return (503, {}) if path == "/health" and next(tries) < 3 else original(path, content)
+
+    stand_in.answer = starting
     with caplog.at_level(logging.WARNING):
         connected(stand_in)
     assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
