@@ -114,3 +114,4 @@ def _unchanged() -> Generator[None]:
         torch.set_num_threads(threads)
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
+        os.environ.update(environment)
