@@ -194,11 +194,22 @@ def make(kind: str, model: Any, adapter: FamilyAdapter, *, server: "Server | Non
     return VLLMServerGenerator(model, adapter, **where)
 
 
-@cache
 def engine_of(kind: str, name: str) -> Engine:
     """The engine of a kind with a model, for the whole run."""
-    model, adapter = model_of(name), adapter_of(name)
-    return another(kind, name, model=model, adapter=adapter, banned_ids=BANNED)
+    if kind == "vllm_colocate" and not _is_whole():
+        for key in [key for key in _engines if key[0] == kind]:
+            del _engines[key]
+    if (kind, name) not in _engines:
+        model, adapter = model_of(name), adapter_of(name)
+        _engines[kind, name] = another(kind, name, model=model, adapter=adapter, banned_ids=BANNED)
+    return _engines[kind, name]
+
+
+def _is_whole() -> bool:
+    """Whether vLLM has the state that engines of a process share: the first one that closes ends them all."""
+    from vllm.distributed import parallel_state  # pyright: ignore[reportMissingImports]
+
+    return bool(parallel_state.model_parallel_is_initialized())
 
 
 def another(kind: str, name: str, *, model: Any, adapter: FamilyAdapter, **more: Any) -> Engine:
@@ -209,8 +220,8 @@ def another(kind: str, name: str, *, model: Any, adapter: FamilyAdapter, **more:
     return Engine(kind=kind, name=name, model=model, adapter=adapter, generator=generator)
 
 
-_kept: list[Any] = []
-"""Engines of a process share some of vLLM's state, so that the first one that closes ends them all: none does."""
+_engines: dict[tuple[str, str], Engine] = {}
+_kept: list[Any] = []  # so that no engine is closed while others run
 
 
 # Servers.

@@ -120,6 +120,13 @@ def rows_with(*pictures: Any) -> list[dict[str, Any]]:
     return [{"prompt": user("which digit ?", *(p if isinstance(p, tuple) else (p,)))} for p in pictures]
 
 
+def behind_a_long_text(engine: Engine, *pictures: Image.Image) -> tuple[Prompt, ...]:
+    """Prompts that begin alike, with more tokens than an engine keeps in one piece, and end in a picture each."""
+    text = {"type": "text", "text": " ".join(["which"] * 90)}
+    parts = [[text, {"type": "image", "image": image}, {"type": "text", "text": "?"}] for image in pictures] or [[text]]
+    return tuple(engine.adapter.encode([{"prompt": [{"role": "user", "content": content}]} for content in parts]))
+
+
 # Completions: how many, in which order, where they end.
 
 
@@ -279,6 +286,16 @@ def test_pictures_are_seen_wherever_they_stand(engine: Engine) -> None:
 
 
 @engines(PICTURED, SEEING)
+def test_pictures_behind_equal_texts_are_told_apart(engine: Engine) -> None:
+    """Engines keep what they computed for the beginning of a prompt."""
+    one, other = behind_a_long_text(engine, picture(64, 48, 1), picture(64, 48, 2))
+    assert one.prompt_ids == other.prompt_ids
+    assert one.num_tokens > 160
+    for asked in ([one], [other], [one, other, one]):
+        assert_is_the_policy(engine, asked)
+
+
+@engines(PICTURED, SEEING)
 def test_pixels_are_seen(engine: Engine) -> None:
     """The same ids with other pixels."""
     pictures = [picture(64, 48, 1), Image.new("RGB", (64, 48))]
@@ -397,24 +414,26 @@ def test_sizes_beyond_the_processors_hold_in_the_engine_or_are_refused(engine: E
 @engines()
 def test_new_weights_are_taken_over(engine: Engine) -> None:
     """The same prompts and pictures in every round: nothing may be left of the old weights."""
+    asked = engine.prompts + behind_a_long_text(engine)
     with engine.changed():
         for seed in range(3):
-            before = generate(engine, engine.prompts, GREEDY, 1)
+            before = generate(engine, asked, GREEDY, 1)
             perturb(engine.model, seed)
             engine.generator.sync_weights(engine.model)
             assert largest_gap(engine, before, 1.0) > 1e-2
-            assert_is_the_policy(engine, engine.prompts)
-    assert_is_the_policy(engine, engine.prompts)
+            assert_is_the_policy(engine, asked)
+    assert_is_the_policy(engine, asked)
 
 
 @engines(PICTURED, SEEING)
 def test_a_new_vision_tower_is_taken_over(engine: Engine) -> None:
+    asked = engine.prompts + behind_a_long_text(engine, picture(64, 48, 1), picture(64, 48, 2))
     with engine.changed():
-        before = generate(engine, engine.prompts, GREEDY, 1)
+        before = generate(engine, asked, GREEDY, 1)
         perturb(engine.model.model.visual, 7, size=0.2)
         engine.generator.sync_weights(engine.model)
         assert largest_gap(engine, before, 1.0) > 1e-2
-        assert_is_the_policy(engine, engine.prompts)
+        assert_is_the_policy(engine, asked)
 
 
 @engines(KINDS, ["text"])

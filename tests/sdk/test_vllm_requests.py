@@ -2,7 +2,10 @@
 
 import importlib.util
 import logging
+import os
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -279,3 +282,10 @@ def test_without_vllm_no_engine_is_made(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(importlib.util, "find_spec", {}.get)
     with pytest.raises(ImportError, match="vLLM is not installed"):
         VLLMColocateGenerator(tiny("text").model, adapter_of("text"))
+
+
+def test_the_generators_of_vllm_are_imported_without_it() -> None:
+    names = ("vllm_requests", "vllm_http", "vllm_colocate", "vllm_server")
+    lines = [*(f"import vlmroll.generators.{name}" for name in names), "import sys", "assert 'vllm' not in sys.modules"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", "; ".join(lines)], env=environment, check=True, timeout=120)

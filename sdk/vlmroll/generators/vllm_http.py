@@ -4,6 +4,7 @@ import logging
 import os
 import tempfile
 import time
+import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ class VLLMServer:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         limits = httpx.Limits(max_connections=None)
         self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, limits=limits, trust_env=False)
+        self._close = weakref.finalize(self, self._client.close)  # also where nobody calls `close`
         self._transfer: Any = None
         self.description: Mapping[str, Any] = {}
 
@@ -153,7 +155,7 @@ class VLLMServer:
 
     def close(self) -> None:
         """Close the connections."""
-        self._client.close()
+        self._close()
 
 
 def _words(answer: httpx.Response) -> str:
@@ -247,7 +249,7 @@ def _source_of(weights: PolicyWeights) -> Any:
         WeightSource,
     )
 
-    class Source(WeightSource):
+    class Source(WeightSource):  # pyright: ignore[reportUntypedBaseClass]
         def metadata(self) -> list[Any]:
             return [ParamMeta(name, shape.dtype, tuple(shape.shape)) for name, shape in weights.shapes.items()]
 

@@ -187,8 +187,8 @@ def starting_with(weights: PolicyWeights) -> Generator[None]:
         _policies.pop()
 
 
-@register_model_loader(IN_PROCESS)
-class PolicyLoader(BaseModelLoader):
+@register_model_loader(IN_PROCESS)  # pyright: ignore[reportUntypedClassDecorator]
+class PolicyLoader(BaseModelLoader):  # pyright: ignore[reportUntypedBaseClass]
     """vLLM's model loader for the weights of `starting_with`: no file, and no made-up weight or buffer."""
 
     def download_model(self, model_config: Any) -> None:
@@ -205,18 +205,18 @@ class PolicyLoader(BaseModelLoader):
 
 
 @dataclass
-class FileInit(WeightTransferInitInfo):
+class FileInit(WeightTransferInitInfo):  # pyright: ignore[reportUntypedBaseClass]
     """Nothing to agree on."""
 
 
 @dataclass
-class FileUpdate(WeightTransferUpdateInfo):
+class FileUpdate(WeightTransferUpdateInfo):  # pyright: ignore[reportUntypedBaseClass]
     """Where the weights are, as safetensors."""
 
     path: str
 
 
-class FileTransferEngine(WeightTransferEngine[FileInit, FileUpdate]):
+class FileTransferEngine(WeightTransferEngine[FileInit, FileUpdate]):  # pyright: ignore[reportUntypedBaseClass]
     """Backend of vLLM's weight-transfer API that reads the weights from a file."""
 
     init_info_cls = FileInit

@@ -7,9 +7,14 @@ a key.
 
 import base64
 import contextlib
+import importlib.util
 import io
+import itertools
 import json
 import logging
+import os
+import shlex
+import sys
 import threading
 import time
 import urllib.error
@@ -42,6 +47,7 @@ from engines import (
     server_of,
     start_ahead,
 )
+from vlmroll.cli import main
 from vlmroll.generators import vllm_http, vllm_server
 from vlmroll.generators.vllm_http import ServerError, ServerGone, VLLMServer
 from vlmroll.generators.vllm_server import VLLMServerGenerator
@@ -564,6 +570,77 @@ def test_answers_that_other_weights_had_a_part_in_are_asked_for_again(stand_in: 
     stand_in.completions = completions
     assert generator.generate(prompts_of("text"), WARM, 2) == expected
     assert len(stand_in.generated) == 5
+
+
+# How a server is started.
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str]]]:
+    """The command lines and environments of servers, which are not started."""
+    found: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr(os, "execve", lambda path, line, env: found.append((line, env)))  # pyright: ignore
+    monkeypatch.setattr(importlib.util, "find_spec", {"vllm": True}.get)
+    return found
+
+
+Started = list[tuple[list[str], dict[str, str]]]
+
+
+def test_a_server_gets_what_training_needs(started: Started) -> None:
+    main(["serve", "org/model", "--port", "8123", "--max-pixels", "2048", "--dtype", "float32", "--port=9"])
+    ((line, environment),) = started
+    assert line[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    given = dict(itertools.pairwise(line))
+    expected = {"--model": "org/model", "--host": "127.0.0.1", "--logprobs-mode": "processed_logprobs"}
+    expected |= {"--generation-config": "vllm", "--mm-processor-kwargs": '{"max_pixels": 2048}'}
+    assert {name: given[name] for name in expected} == expected
+    assert "--enable-scale-out" in line
+    assert line[-2:] == ["--dtype", "float32"], "further arguments stand last, so that they win"
+    assert given["--port"] == "9"
+    assert environment["VLLM_SERVER_DEV_MODE"] == "1"
+    assert environment["PATH"] == os.environ["PATH"]
+
+
+def test_a_server_without_a_key_gets_a_new_one_and_tells_it(
+    started: Started, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        main(["serve", "org/model"])
+    keys = [environment["VLLM_API_KEY"] for _, environment in started]
+    assert keys[0] != keys[1]
+    assert min(map(len, keys)) > 20
+    told = [shlex.split(line)[-1] for line in capsys.readouterr().out.splitlines()]
+    assert told == [f"VLLM_API_KEY={key}" for key in keys]
+    assert not any(key in line for line, _ in started for key in keys), "others see command lines"
+
+
+def test_a_key_of_ones_own_is_kept_and_not_told(
+    started: Started, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "mine")
+    main(["serve", "org/model"])
+    assert capsys.readouterr().out == ""
+    main(["serve", "org/model", "--api-key", "other"])
+    assert "export VLLM_API_KEY=other" in capsys.readouterr().out
+    main(["serve", "org/model", "--no-api-key"])
+    assert [environment.get("VLLM_API_KEY") for _, environment in started] == ["mine", "other", None]
+
+
+def test_a_dry_run_shows_the_command_alone(started: Started, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["serve", "a model", "--dry-run", "--api-key", "x y"])
+    shown = shlex.split(capsys.readouterr().out)
+    assert started == []
+    assert "VLLM_SERVER_DEV_MODE=1" in shown
+    assert "VLLM_API_KEY=x y" in shown
+    assert shown[shown.index("--model") + 1] == "a model"
+
+
+def test_no_server_without_vllm(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", {}.get)
+    with pytest.raises(ImportError, match="vLLM is not installed"):
+        main(["serve", "org/model"])
+    assert started == []
 
 
 # Real servers.

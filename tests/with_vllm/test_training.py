@@ -119,7 +119,7 @@ def test_two_processes_with_engines_in_them(size: int, tmp_path: Path) -> None:
     """An engine for each, and one engine split over both: the processes end with the same weights."""
     paths = os.pathsep.join(str(ROOT / name) for name in ("sdk", "processors", "tests"))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    script = ROOT / "tests" / "vllm" / "two_processes.py"
+    script = ROOT / "tests" / "with_vllm" / "two_processes.py"
     done = subprocess.run(
         [*launcher, str(script), str(size), str(tmp_path)],
         env={**os.environ, **ENVIRONMENT, "PYTHONPATH": paths, "ACCELERATE_USE_CPU": "true"},

@@ -1,6 +1,6 @@
 """A short training run of two processes with vLLM in them: started by torchrun.
 
-python tests/vllm/two_processes.py TENSOR_PARALLEL_SIZE FOLDER
+python tests/with_vllm/two_processes.py TENSOR_PARALLEL_SIZE FOLDER
 """
 
 import sys
