@@ -62,6 +62,7 @@ def compare(name: str, ours: Call, bare: Call, prepare: Callable[[], None], repe
 def with_vllm(model: Any, prompts: Sequence[Prompt], args: argparse.Namespace) -> None:
     """Our in-process generator against its engine."""
     from vllm import SamplingParams as VLLMSamplingParams  # pyright: ignore[reportMissingImports]
+
     from vlmroll.generators.vllm_colocate import VLLMColocateGenerator
     from vlmroll.generators.vllm_start import EngineOptions
 

@@ -161,9 +161,8 @@ class VLLMColocateGenerator:
 
 
 def _sampling_params(options: Mapping[str, Any]) -> Any:
-    from vllm.sampling_params import StructuredOutputsParams  # pyright: ignore[reportMissingImports]
-
     from vllm import SamplingParams as VLLMSamplingParams  # pyright: ignore[reportMissingImports]
+    from vllm.sampling_params import StructuredOutputsParams  # pyright: ignore[reportMissingImports]
 
     options = dict(options)
     if "structured_outputs" in options:

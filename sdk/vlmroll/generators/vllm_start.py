@@ -54,6 +54,7 @@ def start(model: Any, adapter: FamilyAdapter, options: EngineOptions) -> Any:
         adapter.engine_processor().save_pretrained(folder)
         several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
         import vllm  # pyright: ignore[reportMissingImports]
+
         from vlmroll.generators.vllm_worker import IN_PROCESS, starting_with
 
         check_version(vllm.__version__, "the installed engine")
