@@ -48,12 +48,16 @@ class PolicyWeights:
         self.num_elements = sum(shape.numel() for shape in self.shapes.values())
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        with torch.no_grad():
-            if self._renamed is None:
-                yield from _as_saved(self._base, {name: make() for name, make in self._makes.items()}).items()
-            else:
-                for new, name in self._renamed.items():
-                    yield new, self._makes[name]()
+        # No `yield` without gradients: who stops in the middle, as after an error, would be left without them.
+        if self._renamed is None:
+            with torch.no_grad():
+                converted = _as_saved(self._base, {name: make() for name, make in self._makes.items()})
+            yield from converted.items()
+            return
+        for new, name in self._renamed.items():
+            with torch.no_grad():
+                tensor = self._makes[name]()
+            yield new, tensor
 
 
 def _as_saved(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

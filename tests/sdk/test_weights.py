@@ -46,6 +46,15 @@ def moe() -> Any:
 # Plain models.
 
 
+@pytest.mark.parametrize("make", [lambda: tiny("text").model, moe])
+def test_who_stops_in_the_middle_keeps_gradients(make: Callable[[], Any]) -> None:
+    weights = iter(PolicyWeights(make()))
+    name, tensor = next(weights)
+    assert torch.is_grad_enabled()
+    assert name
+    assert not tensor.requires_grad
+
+
 @pytest.mark.parametrize("name", ["text", *VISION_FAMILIES])
 def test_names_and_values_are_those_of_a_checkpoint(name: str, tmp_path: Path) -> None:
     model = tiny(name).model
