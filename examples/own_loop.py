@@ -16,7 +16,8 @@ from transformers import AutoModelForImageTextToText
 from digits import MAX_TOKENS, MODEL_DIR, Row, accuracy_reward, make_rows
 from shared import greedy_accuracy, parse_options, print_result
 from vlmroll import Rollout, SamplingParams, TransformersGenerator, advantages, losses
-from vlmroll.scoring import make_batch, policy_logprobs
+from vlmroll.batches import make_batch
+from vlmroll.scoring import policy_logprobs
 from vlmroll_processors import load_adapter
 
 GROUPS, GROUP_SIZE = 8, 8
@@ -57,7 +58,7 @@ class OwnLoop:
         rollouts = self.collect(rows, step)
         batch = make_batch(rollouts, pad_token_id=self.adapter.pad_token_id, device="cpu")
         self.model.train()
-        scores = policy_logprobs(self.model, batch.padded, banned_ids=sorted(self.adapter.vision_ids))
+        scores = policy_logprobs(self.model, batch.inputs, banned_ids=sorted(self.adapter.vision_ids))
         ratio = losses.importance_ratio(scores.logprobs, scores.logprobs.detach(), batch.loss_mask)
         term = losses.clipped_surrogate(ratio, batch.advantages, epsilon=0.2, epsilon_high=0.2)
         (term.loss * batch.loss_mask * batch.loss_weights[:, None]).sum().backward()

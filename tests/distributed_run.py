@@ -1,6 +1,6 @@
 """One training step whose gradients are written to a file: started alone or by torchrun, with the same global batch.
 
-python tests/distributed_run.py ALGORITHM MODEL FILE
+python tests/distributed_run.py ALGORITHM MODEL FILE [TOKENS OF A MICRO-BATCH]
 """
 
 import sys
@@ -44,7 +44,7 @@ class ByPrompt:
         """Nothing to free."""
 
 
-def main(algorithm: str, model: str, file: str) -> None:
+def main(algorithm: str, model: str, file: str, tokens: str = "") -> None:
     import os
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -61,6 +61,7 @@ def main(algorithm: str, model: str, file: str) -> None:
             shuffle_dataset=False,
             per_device_train_batch_size=8 // world_size,
             beta=0.1,
+            micro_batch_max_tokens=int(tokens) if tokens else None,
             data=rows(4, model),
         )
         trainer.train()

@@ -39,6 +39,7 @@ PUBLIC_NAMES = {
         "ImageSpan",
         "Join",
         "JoinKind",
+        "PackedBatch",
         "PaddedBatch",
         "Picture",
         "ProcessorAdapter",
@@ -48,6 +49,7 @@ PUBLIC_NAMES = {
         "collate",
         "conformance",
         "load_adapter",
+        "pack",
     ],
 }
 HEAVY = ("datasets", "trackio", "transformers", "vllm", "wandb")

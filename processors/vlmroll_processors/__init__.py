@@ -3,7 +3,8 @@
 A dataset row (text or chat, no picture or many) becomes a `Prompt`: the token ids the model's forward eats, the ids an
 engine that expands placeholders by itself eats, the pictures, and the forward kwargs of this prompt alone together with
 the rule by which each of them joins a batch. `collate` turns a list of prompts, with or without completions, into
-padded tensors. The package is useful on its own, for fine-tuning, evaluation or another RL stack.
+padded tensors; `pack` turns them into one row, in which a prompt stands once for all of its completions. The package is
+useful on its own, for fine-tuning, evaluation or another RL stack.
 
 Example:
     >>> adapter = load_adapter("Qwen/Qwen2.5-VL-3B-Instruct")  # doctest: +SKIP
@@ -16,6 +17,7 @@ from vlmroll_processors.adapter import FamilyAdapter, ProcessorAdapter, PromptTo
 from vlmroll_processors.collate import PaddedBatch, collate
 from vlmroll_processors.images import Picture
 from vlmroll_processors.loading import load_adapter
+from vlmroll_processors.packing import PackedBatch, pack
 from vlmroll_processors.types import ImageSpan, Join, JoinKind, Prompt
 from vlmroll_processors.videos import Video
 
@@ -24,6 +26,7 @@ __all__ = [
     "ImageSpan",
     "Join",
     "JoinKind",
+    "PackedBatch",
     "PaddedBatch",
     "Picture",
     "ProcessorAdapter",
@@ -33,4 +36,5 @@ __all__ = [
     "collate",
     "conformance",
     "load_adapter",
+    "pack",
 ]

@@ -11,7 +11,7 @@ from vlmroll_processors.families.base import Family, Tensors, Whole
 from vlmroll_processors.images import Picture
 from vlmroll_processors.media import KINDS, NOUNS
 from vlmroll_processors.reading import Unit
-from vlmroll_processors.types import JOINED_ON, ImageSpan, Join, Prompt
+from vlmroll_processors.types import JOINED_ON, ImageSpan, Join, MediaUnit, Prompt
 from vlmroll_processors.videos import Video
 
 
@@ -70,9 +70,22 @@ def assemble(
         image_spans=tuple(span for _, span in by_kind["image"]),
         videos=tuple(m for m, _ in by_kind["video"] if isinstance(m, Video)),
         video_spans=tuple(span for _, span in by_kind["video"]),
+        units=_units(family.join, units, counts),
         forward_kwargs=kwargs,
         join=family.join,
         batch_key=len(media) if family.alike else 0,
+    )
+
+
+def _units(join: Mapping[str, Join], units: Sequence[Unit], counts: Sequence[int]) -> tuple[MediaUnit, ...]:
+    """The share of each unit, from the number of features of each medium."""
+    left = iter(counts)
+    return tuple(
+        MediaUnit(
+            num_features=sum(next(left) for _ in unit.media),
+            rows={name: part.shape[JOINED_ON[join[name].kind]] for name, part in unit.features.kwargs.items()},
+        )
+        for unit in units
     )
 
 

@@ -20,10 +20,12 @@ class Piece:
     Attributes:
         rows: which rows they are.
         forward_kwargs: the model's other inputs for them, `position_ids` always among them.
+        prompts: their prompts, where they are known.
     """
 
     rows: tuple[int, ...]
     forward_kwargs: Mapping[str, torch.Tensor]
+    prompts: tuple[Prompt, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +51,16 @@ class PaddedBatch:
             raise ValueError(f"the batch is in {len(self.pieces)} pieces; call `model_inputs` for each of them")
         (piece,) = self.pieces
         return piece.forward_kwargs
+
+    @property
+    def num_places(self) -> int:
+        """B T, padding included."""
+        return self.input_ids.numel()
+
+    @property
+    def num_tokens(self) -> int:
+        """How many of the places are no padding."""
+        return int(self.attention_mask.sum())
 
     @property
     def completion_ids(self) -> torch.Tensor:
@@ -115,9 +127,13 @@ def collate(
     input_ids = torch.cat(
         [pad(ids, pad_token_id, left=True, to=widths[0]), pad(tails, pad_token_id, to=widths[1])], dim=1
     )
-    rules = _rules(prompts)
+    rules = rules_of(prompts)
     pieces = tuple(
-        Piece(rows=tuple(rows), forward_kwargs=_join([prompts[i] for i in rows], rules, mask[rows], widths))
+        Piece(
+            rows=tuple(rows),
+            forward_kwargs=_join([prompts[i] for i in rows], rules, mask[rows], widths),
+            prompts=tuple(prompts[i] for i in rows),
+        )
         for rows in alike(prompts)
     )
     return PaddedBatch(input_ids=input_ids, attention_mask=mask, completion_mask=completion_mask, pieces=pieces)
@@ -158,7 +174,7 @@ def alike(prompts: Sequence[Prompt]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _rules(prompts: Sequence[Prompt]) -> dict[str, Join]:
+def rules_of(prompts: Sequence[Prompt]) -> dict[str, Join]:
     """The join rule of every kwarg that some prompt has; prompts of two families do not mix."""
     rules: dict[str, Join] = {}
     for prompt in prompts:
@@ -175,17 +191,21 @@ def _join_tokens(name: str, parts: Sequence[torch.Tensor | None], rule: Join, wi
         if part is None:
             raise ValueError(f"one prompt of the batch lacks the per-token input {name}; encode all by one adapter")
         part = part.movedim(rule.token_axis, -1)
-        if rule.completion == "count_on":
-            start = int(part[..., -1].max()) + 1  # prompts end in text, whose positions are alike on all axes
-            tail = torch.arange(start, start + widths[1]).to(part.dtype).expand(*part.shape[:-1], widths[1])
-        elif rule.completion == "repeat":
-            tail = part[..., -1:].expand(*part.shape[:-1], widths[1])
-        else:
-            tail = part.new_full((*part.shape[:-1], widths[1]), rule.completion)
-        rows.append(torch.cat([part, tail], dim=-1))
+        rows.append(torch.cat([part, continuation(part, rule, widths[1])], dim=-1))
     padded = pad(rows, rule.pad, left=True, to=sum(widths))
     # [B, ..., T] -> the batch axis where the token axis was, the token axis behind it.
     return padded.movedim(-1, rule.token_axis + 1).movedim(0, rule.token_axis)
+
+
+def continuation(part: torch.Tensor, rule: Join, length: int) -> torch.Tensor:
+    """What `length` completion tokens get of a per-token kwarg of the prompt, tokens on the last axis of both."""
+    shape = (*part.shape[:-1], length)
+    if rule.completion == "count_on":
+        start = int(part[..., -1].max()) + 1  # prompts end in text, whose positions are alike on all axes
+        return torch.arange(start, start + length).to(part.dtype).expand(shape)
+    if rule.completion == "repeat":
+        return part[..., -1:].expand(shape)
+    return part.new_full(shape, rule.completion)
 
 
 def pad_and_cat(parts: Sequence[torch.Tensor], rule: Join, axis: int = 0) -> torch.Tensor:

@@ -85,6 +85,20 @@ class ImageSpan:
             raise ValueError(f"an image span needs offset >= 0 and length >= 1, got {self.offset} and {self.length}")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediaUnit:
+    """One picture or video of a prompt, or all that were processed together: its share of the prompt's tensors.
+
+    Attributes:
+        num_features: how many tokens of the prompt hold its features.
+        rows: for each forward kwarg that it brings, how many rows are its own (SAMPLES: places on axis 1). The rows of
+            a prompt's units follow each other in the order of the units.
+    """
+
+    num_features: int
+    rows: Mapping[str, int]
+
+
 def _no_tensors() -> Mapping[str, torch.Tensor]:
     return {}
 
@@ -93,7 +107,7 @@ def _no_joins() -> Mapping[str, Join]:
     return {}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True, eq=False)
 class Prompt:
     """One prompt, encoded once: what every generator samples from and the trainer trains on.
 
@@ -108,6 +122,7 @@ class Prompt:
         images: the pictures in prompt order, normalised and hashed.
         image_spans: one span for each picture, in the same order.
         videos, video_spans: the same for videos.
+        units: which rows of the forward kwargs each picture and video brought; empty where that is not known.
         forward_kwargs: the model's other inputs for this prompt alone (TOKENS without batch axis, ROWS and SAMPLES
             with their axis 0).
         join: the join rule of each forward kwarg.
@@ -125,6 +140,7 @@ class Prompt:
     image_spans: tuple[ImageSpan, ...] = ()
     videos: tuple[Video, ...] = ()
     video_spans: tuple[ImageSpan, ...] = ()
+    units: tuple[MediaUnit, ...] = ()
     forward_kwargs: Mapping[str, torch.Tensor] = field(default_factory=_no_tensors)
     join: Mapping[str, Join] = field(default_factory=_no_joins)
     batch_key: int = 0
@@ -151,6 +167,10 @@ class Prompt:
                 raise ValueError(f"{name} has {tuple(tensor.shape)} for {len(self.prompt_ids)} prompt tokens")
             if rule.kind is JoinKind.SAMPLES and tensor.shape[0] != 1:
                 raise ValueError(f"{name} has {tuple(tensor.shape)}; axis 0 of a per-sample input is 1")
+        for name in {name for unit in self.units for name in unit.rows}:
+            shape, counts = self.forward_kwargs[name].shape, [unit.rows.get(name, 0) for unit in self.units]
+            if sum(counts) != shape[JOINED_ON[self.join[name].kind]]:
+                raise ValueError(f"{name} has {tuple(shape)}, but its units bring {counts} rows")
         object.__setattr__(self, "forward_kwargs", MappingProxyType(dict(self.forward_kwargs)))
         object.__setattr__(self, "join", MappingProxyType(dict(self.join)))
 
@@ -163,6 +183,17 @@ class Prompt:
         values = {name.name: getattr(self, name.name) for name in fields(self)}
         plain = {"forward_kwargs": dict(self.forward_kwargs), "join": dict(self.join)}
         return partial(Prompt, **{**values, **plain}), ()
+
+    def unit_kwargs(self) -> list[dict[str, torch.Tensor]]:
+        """For each unit the forward kwargs that it brought, as views of the prompt's."""
+        found: list[dict[str, torch.Tensor]] = []
+        ends = dict.fromkeys(self.forward_kwargs, 0)
+        for unit in self.units:
+            found.append({})
+            for name, count in unit.rows.items():
+                found[-1][name] = self.forward_kwargs[name].narrow(JOINED_ON[self.join[name].kind], ends[name], count)
+                ends[name] += count
+        return found
 
     @property
     def num_tokens(self) -> int:

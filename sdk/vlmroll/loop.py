@@ -15,12 +15,14 @@ from accelerate.utils import gather_object
 from transformers import ProgressCallback, Trainer
 
 from vlmroll import data, rollouts
+from vlmroll.attention import switch_off
 from vlmroll.completions import print_table, write_parquet
 from vlmroll.config import PolicyConfig
 from vlmroll.console import ShortProgress
 from vlmroll.generators import Generator
 from vlmroll.metrics import Metrics
 from vlmroll.modeling import load_adapter
+from vlmroll.planning import deal
 from vlmroll.resume import Round, check_plan, load_round, save_round
 from vlmroll.types import Rollout
 from vlmroll_processors import ProcessorAdapter
@@ -74,7 +76,10 @@ class RoundTrainer(Trainer):
         """Train; see `transformers.Trainer.train`. The generator has the trained weights in the end."""
         self._round, self._resumed_from = None, None
         self._forget_logs()
-        result = super().train(*args, **kwargs)
+        try:
+            result = super().train(*args, **kwargs)
+        finally:
+            switch_off(self.model)
         self.generator.sync_weights(self.model)
         return result
 
@@ -85,14 +90,22 @@ class RoundTrainer(Trainer):
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[data.MicroStep], num_batches: int, device: torch.device
-    ) -> tuple[list[list[Rollout]], None]:
-        """The micro-batches of one optimizer step, each a list of rollouts that know their share in the loss."""
+    ) -> tuple[list[list[list[Rollout]]], None]:
+        """The micro-steps of one optimizer step: pieces, each of rollouts that go through the model together.
+
+        Rollouts know their share in the step's loss, so groups may move from one micro-step to another to stay whole.
+        """
         self._step_started = time.perf_counter()
         if self._resumed_from is not None:
             self._load_rng_state(self._resumed_from)  # before generating, as in the run that was not stopped
         batches = [self._micro_batch(step) for step in islice(epoch_iterator, num_batches)]
         self._micro_steps_left = len(batches)
-        return self.weigh(batches), None
+        pieces = self.cut([rollout for batch in self.weigh(batches) for rollout in batch])
+        return deal(pieces, len(batches)), None
+
+    def cut(self, found: Sequence[Rollout]) -> list[list[Rollout]]:
+        """Pieces of rollouts that go through the model together."""
+        raise NotImplementedError("PolicyTrainer gives `cut`")
 
     def _micro_batch(self, step: data.MicroStep) -> list[Rollout]:
         size = self.args.per_device_train_batch_size
@@ -137,19 +150,19 @@ class RoundTrainer(Trainer):
         args = self.args
         if args.top_entropy_quantile < 1:
             batches = rollouts.keep_high_entropy(batches, args.top_entropy_quantile, gather_object)
-        return rollouts.weigh(
-            batches,
-            loss_type=args.loss_type,
-            max_completion_length=args.max_completion_length,
-            gather=gather_object,
-        )
+        longest = args.max_completion_length
+        return rollouts.weigh(batches, loss_type=args.loss_type, max_completion_length=longest, gather=gather_object)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         return inputs  # tensors are made in compute_loss
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Forward and backward of one micro-batch."""
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        """Forward and backward of one micro-step, piece by piece; wrappers reduce gradients in the last piece."""
+        loss = torch.zeros((), device=self.accelerator.device)
+        for piece in inputs[:-1]:
+            with self.accelerator.no_sync(model):
+                loss += super().training_step(model, piece, num_items_in_batch)
+        loss += super().training_step(model, inputs[-1], num_items_in_batch)
         self._micro_steps_left -= 1
         if self._micro_steps_left == 0:
             self.metrics["train"].add_mean("step_time", time.perf_counter() - self._step_started)
@@ -157,7 +170,7 @@ class RoundTrainer(Trainer):
 
     def floating_point_ops(self, inputs: Any) -> int:
         """6 operations for each parameter and token, forward and backward."""
-        tokens = sum(r.prompt.num_tokens + len(r.completion.completion_ids) for r in inputs)
+        tokens = sum(r.prompt.num_tokens + len(r.completion.completion_ids) for piece in inputs for r in piece)
         return 6 * tokens * self.accelerator.unwrap_model(self.model).num_parameters(exclude_embeddings=True)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
@@ -202,9 +215,9 @@ class RoundTrainer(Trainer):
         found = self.collect(inputs.rows, inputs.row_ids, ("eval", inputs.number), "eval")
         (found,) = self.weigh([found])
         loss = torch.zeros((), device=self.accelerator.device)
-        if found:
-            with torch.no_grad(), self.compute_loss_context_manager():
-                loss = self.compute_loss(model, found).detach()  # pyright: ignore
+        with torch.no_grad(), self.compute_loss_context_manager():
+            for piece in self.cut(found):
+                loss += self.compute_loss(model, piece).detach()  # pyright: ignore
         return loss, None, None
 
     # Logs and checkpoints.

@@ -103,6 +103,15 @@ def freeze_vision_tower(model: Any, names: Sequence[str]) -> int:
     return frozen
 
 
+def numbers_of_a_patch(config: Any) -> int:
+    """How many numbers of a picture or video the vision tower takes as one patch; 1 for text models."""
+    vision = getattr(config, "vision_config", None)
+    size = getattr(vision, "patch_size", None) or 1
+    height, width = (size, size) if isinstance(size, int) else size[-2:]
+    channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", None) or 3
+    return height * width * channels * (getattr(vision, "temporal_patch_size", None) or 1)
+
+
 class Reference:
     """The model that KL is measured against.
 

@@ -92,8 +92,7 @@ def report_loss(
     for name, values in extras.items():
         if tokens:
             metrics.add_mean(name, float((values.detach() * batch.loss_mask).sum()) / tokens, tokens)
-    attention = batch.padded.attention_mask
-    metrics.add_mean("batch/pad_frac", 1 - float(attention.float().mean()), attention.numel())
+    metrics.add_mean("batch/pad_frac", 1 - batch.inputs.num_tokens / batch.inputs.num_places, batch.inputs.num_places)
 
 
 def report_mismatch(

@@ -201,11 +201,10 @@ def with_scores(rollouts: Sequence[Rollout], **scores: torch.Tensor | None) -> l
 
 
 def rescored(
-    rollouts: Sequence[Rollout], size: int, score: Callable[[Sequence[Rollout]], Mapping[str, torch.Tensor | None]]
+    pieces: Sequence[Sequence[Rollout]], score: Callable[[Sequence[Rollout]], Mapping[str, torch.Tensor | None]]
 ) -> list[Rollout]:
-    """The rollouts with the scores that `score` gives `size` of them at a time; see `with_scores`."""
-    chunks = [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
-    return [rollout for chunk in chunks for rollout in with_scores(chunk, **score(chunk))]
+    """The rollouts of all pieces with the scores that `score` gives of a piece; see `with_scores`."""
+    return [rollout for piece in pieces for rollout in with_scores(piece, **score(piece))]
 
 
 def sequence_kl(rollout: Rollout) -> float:

@@ -1,14 +1,14 @@
 """Per-token log-probabilities and entropies of sampled ids, without the logits of a whole batch.
 
 The backbone runs once over prompt and completion; the head is applied to the positions that predict completion tokens
-only, `chunk_size` of them at a time, and its logits are computed again in the backward pass instead of being kept.
+only, `chunk_size` of them at a time. Logits of one chunk exist at a time: in the backward pass they are computed again.
 
 Shapes: B rows, C longest completion, N completion tokens of the batch, H hidden size, V vocabulary.
 """
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from vlmroll.mismatch import Truncation, truncated_logprobs
 from vlmroll.modeling import eval_mode
-from vlmroll.types import Batch, Rollout
-from vlmroll_processors import PaddedBatch, collate
-from vlmroll_processors.collate import pad
+from vlmroll.vision import VisionFeatures
+from vlmroll_processors import PackedBatch, PaddedBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,42 +139,56 @@ def _entropy(logits: Float[torch.Tensor, "N V"], temperature: float) -> Float[to
     return -(logprobs.exp() * logprobs.masked_fill(logprobs.isinf(), 0.0)).sum(-1)
 
 
+def predicting_states(
+    model: Any, head: Head, batch: PaddedBatch | PackedBatch, vision: VisionFeatures | None
+) -> Float[torch.Tensor, "N H"]:
+    """The last hidden states from which each completion token is predicted, row by row."""
+
+    def run(piece: Any) -> torch.Tensor:
+        inputs: dict[str, Any] = batch.model_inputs(piece, dtype=model.dtype)
+        inputs = inputs if vision is None else vision.inputs(model, piece.prompts, inputs)
+        return head.backbone(**inputs, use_cache=False).last_hidden_state
+
+    if isinstance(batch, PackedBatch):
+        return torch.cat([run(piece)[0] for piece in batch.pieces])[batch.predictors]
+    length = batch.completion_mask.shape[1]
+    # The logits of position t predict token t + 1.
+    states = torch.cat([run(piece)[:, -length - 1 : -1] for piece in batch.pieces])
+    if len(batch.pieces) > 1:
+        states = states[torch.tensor([row for piece in batch.pieces for row in piece.rows]).argsort()]
+    return states[batch.completion_mask.bool()]
+
+
 def policy_logprobs(
     model: Any,
-    batch: PaddedBatch,
+    batch: PaddedBatch | PackedBatch,
     *,
     temperature: float = 1.0,
     banned_ids: Sequence[int] = (),
     chunk_size: int = 1024,
     with_entropy: bool = False,
     truncation: Truncation | None = None,
+    vision: VisionFeatures | None = None,
 ) -> Scores:
     """Score the completions of a batch.
 
     Args:
         model: see `head_of`.
-        batch: prompts and completions.
+        batch: prompts and completions. Packed ones need `attention.switch_on` for the model before.
         temperature: the sampling temperature.
         banned_ids: ids that could not be sampled; their probability is 0.
         chunk_size: completion tokens whose logits exist at one time.
         with_entropy: also return entropies.
         truncation: also return log-probabilities under it.
+        vision: runs each distinct picture once; None for all pictures of the batch as they come.
 
     Example:
         >>> policy_logprobs(model, batch).logprobs.shape  # doctest: +SKIP
         torch.Size([8, 64])
     """
     head = head_of(model)
-    length = batch.completion_mask.shape[1]
-    # The logits of position t predict token t + 1.
-    inputs = [batch.model_inputs(piece, dtype=model.dtype) for piece in batch.pieces]
-    states = torch.cat(
-        [head.backbone(**piece, use_cache=False).last_hidden_state[:, -length - 1 : -1] for piece in inputs]
-    )
-    if len(batch.pieces) > 1:
-        states = states[torch.tensor([row for piece in batch.pieces for row in piece.rows]).argsort()]
     chosen = batch.completion_mask.bool()
-    hidden, ids = states[chosen], batch.completion_ids[chosen]
+    hidden, ids = predicting_states(model, head, batch, vision), batch.completion_ids[chosen]
 
     def score(hidden: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         logits = head.logits(hidden)
@@ -187,74 +200,14 @@ def policy_logprobs(
         truncated = none if truncation is None else truncated_logprobs(logits, ids, temperature, truncation)
         return logprobs, entropies, truncated
 
-    pieces = [
-        checkpoint(score, piece, piece_ids, use_reentrant=False) if torch.is_grad_enabled() else score(piece, piece_ids)
-        for piece, piece_ids in zip(hidden.split(chunk_size), ids.split(chunk_size), strict=True)
-    ]
+    *chunks, last = zip(hidden.split(chunk_size), ids.split(chunk_size), strict=True)
+    # The last chunk comes first in the backward pass: computed again, its logits would take as much memory then.
+    again = partial(checkpoint, score, use_reentrant=False) if torch.is_grad_enabled() else score
+    pieces = [*(again(*chunk) for chunk in chunks), score(*last)]
     logprobs, entropies, truncated = (torch.cat(values) for values in zip(*pieces, strict=True))
-    empty = states.new_zeros(chosen.shape, dtype=torch.float32)
+    empty = logprobs.new_zeros(chosen.shape)
     return Scores(
         logprobs=empty.masked_scatter(chosen, logprobs),
         entropies=empty.masked_scatter(chosen, entropies) if with_entropy else None,
         truncated=None if truncation is None else empty.masked_scatter(chosen, truncated),
-    )
-
-
-def to_device(batch: PaddedBatch, device: torch.device | str) -> PaddedBatch:
-    """The batch on a device."""
-    return replace(
-        batch,
-        input_ids=batch.input_ids.to(device),
-        attention_mask=batch.attention_mask.to(device),
-        completion_mask=batch.completion_mask.to(device),
-        pieces=tuple(
-            replace(piece, forward_kwargs={name: tensor.to(device) for name, tensor in piece.forward_kwargs.items()})
-            for piece in batch.pieces
-        ),
-    )
-
-
-def pad_batch(
-    rollouts: Sequence[Rollout], *, pad_token_id: int, device: torch.device | str, pad_to_multiple_of: int | None = None
-) -> PaddedBatch:
-    """The ids, masks and forward kwargs of some rollouts on a device."""
-    padded = collate(
-        [rollout.prompt for rollout in rollouts],
-        [rollout.completion.completion_ids for rollout in rollouts],
-        pad_token_id=pad_token_id,
-        pad_to_multiple_of=pad_to_multiple_of,
-    )
-    return to_device(padded, device)
-
-
-def make_batch(
-    rollouts: Sequence[Rollout], *, pad_token_id: int, device: torch.device | str, pad_to_multiple_of: int | None = None
-) -> Batch:
-    """The tensors of one micro-batch on a device.
-
-    Raises:
-        ValueError: some of the rollouts have scores that the others lack.
-    """
-    padded = pad_batch(rollouts, pad_token_id=pad_token_id, device=device, pad_to_multiple_of=pad_to_multiple_of)
-    width = padded.completion_mask.shape[1]
-
-    def column(name: str, dtype: torch.dtype) -> torch.Tensor | None:
-        values = [getattr(rollout, name) for rollout in rollouts]
-        if all(value is None for value in values):
-            return None
-        if any(value is None for value in values):
-            raise ValueError(f"some rollouts of the batch have {name} and some have none; score all or none of them")
-        return pad([torch.tensor(value, dtype=dtype) for value in values], 0, to=width).to(device)
-
-    mask = column("counted", torch.long)
-    assert mask is not None
-    return Batch(
-        padded=padded,
-        loss_mask=mask,
-        entropy_mask=column("entropy_mask", torch.long),
-        advantages=torch.tensor([rollout.advantage for rollout in rollouts], dtype=torch.float32, device=device),
-        loss_weights=torch.tensor([rollout.loss_weight for rollout in rollouts], dtype=torch.float32, device=device),
-        old_logprobs=column("old_logprobs", torch.float32),
-        ref_logprobs=column("ref_logprobs", torch.float32),
-        mismatch=column("mismatch", torch.float32),
     )

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from functools import partial
 from inspect import signature
 from typing import Any, ClassVar, cast
 
@@ -27,12 +26,11 @@ from vlmroll.generators import Generator
 from vlmroll.loop import RoundTrainer
 from vlmroll.losses import PolicyTerm
 from vlmroll.metrics import Metrics
-from vlmroll.mismatch import difference, importance_weights, truncation_of
-from vlmroll.modeling import call_through, eval_mode
+from vlmroll.mismatch import importance_weights
+from vlmroll.planning import plan
 from vlmroll.rewards import RewardSuite
-from vlmroll.scoring import Scores, check_head, make_batch, pad_batch, policy_logprobs
+from vlmroll.scorer import Scorer
 from vlmroll.types import Batch, Rollout, SamplingParams
-from vlmroll_processors import PaddedBatch
 from vlmroll_processors.types import Row
 
 logger = logging.getLogger(__name__)
@@ -91,7 +89,6 @@ class PolicyTrainer(RoundTrainer):
         functions = setup.reward_functions(reward_funcs, reward_processing_classes, args)
         self.rewards = RewardSuite(functions, args.reward_weights)
         self.generator = engines.make_generator(parts.model, parts.adapter, args) if generator is None else generator
-        self._head_checked = False
         limits = (setup.context_length(parts.model), getattr(self.generator, "max_model_length", None))
         self._context = min((limit for limit in limits if limit is not None), default=None)
         super().__init__(
@@ -103,6 +100,7 @@ class PolicyTrainer(RoundTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
+        self.scorer = Scorer(self.accelerator, args, parts.adapter, self.generator)
         if parts.adapter.family.inferred:
             setup.check_family(parts.model, parts.adapter)
 
@@ -176,20 +174,21 @@ class PolicyTrainer(RoundTrainer):
         policy = entropy or kl_in_reward or args.gradient_accumulation_steps % period != 0
         if not policy and self.reference is None:
             return found
+        scorer = self.scorer
 
         def score(chunk: Sequence[Rollout]) -> dict[str, torch.Tensor | None]:
-            padded = pad_batch(chunk, **self._padding)
+            inputs = scorer.join(self.model, chunk)
             result: dict[str, torch.Tensor | None] = {}
             if policy:
-                scores = self._score_frozen(self.model, padded, rows=chunk, entropy=entropy)
+                scores = scorer.frozen(self.model, inputs, rows=chunk, entropy=entropy)
                 result = {"old_logprobs": scores.logprobs, "entropies": scores.entropies}
-                result["mismatch"] = self._gap(chunk, scores)
+                result["mismatch"] = scorer.gap(chunk, scores)
             if self.reference is not None:
                 with self.reference.using() as model:
-                    result["ref_logprobs"] = self._score_frozen(model, padded).logprobs
+                    result["ref_logprobs"] = scorer.frozen(model, inputs).logprobs
             return result
 
-        return rollouts.rescored(found, args.per_device_train_batch_size, score)
+        return rollouts.rescored(self.cut(found), score)
 
     def _with_advantages(self, found: Sequence[Rollout], num_generations: int, metrics: Metrics) -> list[Rollout]:
         """Rewards of all processes to advantages; this process's part of them goes into its rollouts."""
@@ -226,6 +225,10 @@ class PolicyTrainer(RoundTrainer):
 
     # A micro-batch: rollouts to loss.
 
+    def cut(self, found: Sequence[Rollout]) -> list[list[Rollout]]:
+        """Pieces of rollouts that go through the model together, groups whole where the budgets allow."""
+        return plan(found, self.scorer.budget(self.model, found))
+
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
@@ -234,15 +237,15 @@ class PolicyTrainer(RoundTrainer):
             raise ValueError("a policy's loss comes without model outputs; call policy_logprobs for them")
         args, metrics = self.args, self.metrics["train" if model.training else "eval"]
         started = time.perf_counter()
-        batch = make_batch(inputs, **self._padding)
-        scores = self._score(model, batch.padded, rows=inputs, entropy=True)
+        batch = self.scorer.batch(model, inputs)
+        scores = self.scorer.score(model, batch.inputs, rows=inputs, entropy=True)
         left_out = batch.loss_mask == 0
         # What does not count is set to 0 before any arithmetic: an infinite value times 0 would be NaN.
         logprobs = scores.logprobs.masked_fill(left_out, 0.0)
         old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs.masked_fill(left_out, 0)
         term = self.policy_term(logprobs, old_logprobs, batch)
         per_token = term.loss if batch.entropy_mask is None else term.loss * batch.entropy_mask
-        gap = self._gap(inputs, scores) if batch.old_logprobs is None else batch.mismatch
+        gap = self.scorer.gap(inputs, scores) if batch.old_logprobs is None else batch.mismatch
         if gap is not None:
             weights = importance_weights(gap, batch.loss_mask, **args.mismatch_bounds)
             per_token = per_token * weights if args.vllm_importance_sampling_correction else per_token
@@ -262,39 +265,3 @@ class PolicyTrainer(RoundTrainer):
         """The ratios below and above which the objective clips."""
         low, high = self.args.clip_range
         return 1 - low, 1 + high
-
-    @property
-    def _padding(self) -> dict[str, Any]:
-        return {
-            "pad_token_id": self.adapter.pad_token_id,
-            "device": self.accelerator.device,
-            "pad_to_multiple_of": self.args.pad_to_multiple_of,
-        }
-
-    def _gap(self, rows: Sequence[Rollout], scores: Scores) -> torch.Tensor | None:
-        """See `mismatch.difference`; None where the policy itself samples."""
-        engine = getattr(self.generator, "has_mismatch", False)
-        return difference(rows, scores.logprobs, scores.truncated) if engine else None
-
-    def _score(self, model: Any, padded: PaddedBatch, *, rows: Sequence[Rollout] = (), entropy: bool = False) -> Scores:
-        """`rows` are those of `padded`, where their scores are held against the engine's."""
-        args, inner = self.args, self.accelerator.unwrap_model(model)
-        if not self._head_checked:
-            check_head(inner, padded)
-            self._head_checked = True
-        work = partial(
-            policy_logprobs,
-            inner,
-            padded,
-            temperature=args.temperature,
-            banned_ids=sorted(self.generator.banned_ids),
-            chunk_size=args.logprob_chunk_size,
-            with_entropy=entropy,
-            truncation=truncation_of(rows, min_p=args.min_p, top_k=args.top_k, top_p=args.top_p),
-        )
-        with self.accelerator.autocast():
-            return call_through(model, inner, work)
-
-    def _score_frozen(self, model: Any, padded: PaddedBatch, **more: Any) -> Scores:
-        with torch.no_grad(), eval_mode(model):
-            return self._score(model, padded, **more)

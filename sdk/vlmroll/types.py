@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float, Int
 
-from vlmroll_processors import PaddedBatch, Prompt
+from vlmroll_processors import PackedBatch, PaddedBatch, Prompt
 
 FinishReason = Literal["stop", "length"]
 
@@ -186,10 +186,10 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """The padded tensors of one micro-batch; `vlmroll.scoring.make_batch` makes it.
+    """The tensors of one micro-batch; `vlmroll.batches.make_batch` makes it.
 
     Attributes:
-        padded: ids, masks and forward kwargs.
+        inputs: ids, masks and forward kwargs.
         loss_mask: [B, C] 1 where a token counts.
         entropy_mask: [B, C] 1 where the policy term counts; None means everywhere.
         advantages: [B].
@@ -199,7 +199,7 @@ class Batch:
         mismatch: [B, C] or None, see `Rollout`.
     """
 
-    padded: PaddedBatch
+    inputs: PaddedBatch | PackedBatch
     loss_mask: Int[torch.Tensor, "B C"]
     entropy_mask: Int[torch.Tensor, "B C"] | None
     advantages: Float[torch.Tensor, " B"]

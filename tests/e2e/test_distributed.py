@@ -14,10 +14,11 @@ from training_runs import relative_difference
 ROOT = Path(__file__).parents[2]
 
 
-def run(launcher: list[str], algorithm: str, model: str, file: Path) -> dict[str, Any]:
+def run(launcher: list[str], algorithm: str, model: str, file: Path, *more: str) -> dict[str, Any]:
     """The gradients and numbers of a run of tests/distributed_run.py."""
     paths = os.pathsep.join(str(ROOT / name) for name in ("sdk", "processors", "tests"))
-    command = [sys.executable, *launcher, str(ROOT / "tests" / "distributed_run.py"), algorithm, model, str(file)]
+    script = str(ROOT / "tests" / "distributed_run.py")
+    command = [sys.executable, *launcher, script, algorithm, model, str(file), *more]
     environment = {**os.environ, "PYTHONPATH": paths, "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -33,3 +34,11 @@ def test_two_processes_give_the_gradients_of_one(algorithm: str, model: str, tmp
     together = run(torchrun, algorithm, model, tmp_path / "together.pt")
     assert relative_difference(alone["gradients"], together["gradients"]) < 1e-4
     assert alone["numbers"] == pytest.approx(together["numbers"], rel=1e-5)
+
+
+@pytest.mark.distributed
+def test_processes_may_run_their_micro_steps_in_different_numbers_of_pieces(tmp_path: Path) -> None:
+    alone = run([], "grpo", "qwen2_5_vl", tmp_path / "alone.pt")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    together = run(torchrun, "grpo", "qwen2_5_vl", tmp_path / "together.pt", "60")
+    assert relative_difference(alone["gradients"], together["gradients"]) < 1e-4

@@ -34,7 +34,8 @@ WORKING = """
     mask_truncated_completions top_entropy_quantile use_bias_correction_kl log_completions log_multimodal
     num_completions_to_print log_unique_prompts learning_rate logging_steps gradient_checkpointing bf16
     drop_zero_variance_groups freeze_vision_tower min_pixels max_pixels max_prompt_length long_prompts
-    logprob_chunk_size vllm_importance_sampling_correction vllm_importance_sampling_mode
+    logprob_chunk_size share_prompts micro_batch_max_tokens micro_batch_max_patches
+    vllm_importance_sampling_correction vllm_importance_sampling_mode
     vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min use_vllm vllm_mode vllm_model_impl
     vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url vllm_server_host vllm_server_port
     vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlmroll import losses
+from vlmroll.batches import make_batch
 from vlmroll.losses import token_weights
 from vlmroll.rollouts import keep_high_entropy, weigh
-from vlmroll.scoring import make_batch
 from vlmroll.types import Completion, Rollout
 from vlmroll_processors import Prompt
 from vlmroll_processors.collate import pad

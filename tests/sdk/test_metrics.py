@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiny_models import picture, tiny, user
+from vlmroll.batches import make_batch
 from vlmroll.losses import PolicyTerm
 from vlmroll.metrics import Gather, Kind, Metrics
 from vlmroll.reporting import report_loss, report_mismatch, report_rewards, report_rollouts
-from vlmroll.scoring import make_batch
 from vlmroll.types import Completion, FinishReason, Rollout
 from vlmroll_processors import Prompt, load_adapter
 

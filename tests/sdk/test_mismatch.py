@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from tiny_models import tiny
 from training_runs import ALGORITHMS, make_trainer, relative_difference, rows
 from vlmroll import GRPOConfig, GRPOTrainer, TransformersGenerator
+from vlmroll.batches import join_rollouts, make_batch
 from vlmroll.config import PolicyConfig
 from vlmroll.metrics import Metrics
 from vlmroll.mismatch import (
@@ -39,8 +40,8 @@ from vlmroll.mismatch import (
     truncation_of,
 )
 from vlmroll.reporting import report_mismatch
-from vlmroll.scoring import Scores, pad_batch, policy_logprobs
-from vlmroll.types import Completion, GenerationOutput, Rollout, SamplingParams
+from vlmroll.scoring import Scores, policy_logprobs
+from vlmroll.types import Batch, Completion, GenerationOutput, Rollout, SamplingParams
 from vlmroll_processors import ProcessorAdapter, Prompt, collate, load_adapter
 
 NAN, INF = float("nan"), float("inf")
@@ -325,17 +326,22 @@ def test_loss_and_gradient_equal_trls_with_kl(mode: str, loss_type: str, tmp_pat
 def compute_loss(args: PolicyConfig, rows: Sequence[Rollout], logprobs: torch.Tensor) -> torch.Tensor:
     """`GRPOTrainer.compute_loss` where the policy's scores are given."""
 
-    def score(model: Any, padded: Any, **more: Any) -> Scores:
-        width = padded.completion_mask.shape[1]
+    def score(model: Any, inputs: Any, **more: Any) -> Scores:
+        width = inputs.completion_mask.shape[1]
         return Scores(logprobs=logprobs[:, :width], entropies=None, truncated=None)
+
+    def join(model: Any, rows: Sequence[Rollout]) -> Batch:
+        return make_batch(rows, pad_token_id=0, device="cpu")
+
+    def gap(rows: Sequence[Rollout], scores: Scores) -> torch.Tensor:
+        return difference(rows, scores.logprobs, scores.truncated)
 
     trainer: Any = SimpleNamespace(
         args=args,
         metrics={"train": Metrics("T")},
         kl_in_loss=True,
         accelerator=SimpleNamespace(num_processes=1),
-        _padding={"pad_token_id": 0, "device": "cpu"},
-        _score=score,
+        scorer=SimpleNamespace(batch=join, score=score, gap=gap),
     )
     trainer.policy_term = partial(GRPOTrainer.policy_term, trainer)
     trainer.ratio_bounds = lambda: (0.8, 1.4)
@@ -622,7 +628,7 @@ def test_later_steps_of_a_round_are_weighted_by_the_policy_that_began_it(
 def exactly(policy: Any, prompt: Prompt, completion: Completion) -> list[float]:
     """What the trainer's own pass says of a completion, in a micro-batch of one."""
     row = Rollout(prompt=prompt, completion=completion, row={}, row_id=0, group=0)
-    padded = pad_batch([row], pad_token_id=load_adapter(tiny("text").processor).pad_token_id, device="cpu")
+    padded = join_rollouts([row], pad_token_id=load_adapter(tiny("text").processor).pad_token_id, device="cpu")
     banned = sorted(load_adapter(tiny("text").processor).vision_ids)
     with torch.no_grad():
         return policy_logprobs(policy, padded, banned_ids=banned).logprobs[0].tolist()

@@ -79,7 +79,7 @@ def test_scores_are_added_some_rollouts_at_a_time() -> None:
         values = torch.tensor([[float(len(row.completion.completion_ids))] * 3 for row in chunk])
         return {"old_logprobs": values, "mismatch": -values, "entropies": None}
 
-    found = ro.rescored([rollout(1), rollout(3), rollout(2)], 2, score)
+    found = ro.rescored([[rollout(1), rollout(3)], [rollout(2)]], score)
     assert asked == [2, 1]
     assert [row.old_logprobs for row in found] == [(1.0,), (3.0,) * 3, (2.0,) * 2]
     assert [row.mismatch for row in found] == [(-1.0,), (-3.0,) * 3, (-2.0,) * 2]

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
+from vlmroll.batches import to_device
 from vlmroll.checking.disturbance import Disturbance
 from vlmroll.checking.prompts import KINDS, kind_of
 from vlmroll.checking.report import GREEDY, LOGPROBS, PROMPT_IDS, RESTORED, SYNCED, VISION_IDS, Difference, Outcome
 from vlmroll.generators import Generator, TransformersGenerator
 from vlmroll.modeling import eval_mode
-from vlmroll.scoring import policy_logprobs, to_device
+from vlmroll.scoring import policy_logprobs
 from vlmroll.types import Completion, SamplingParams
 from vlmroll_processors import Prompt, collate
 from vlmroll_processors.adapter import FamilyAdapter

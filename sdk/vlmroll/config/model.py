@@ -46,6 +46,24 @@ class ModelOptions:
     freeze_vision_tower: bool = option(
         False, help="Train the language model alone: the vision tower keeps its weights.", new=True
     )
+    share_prompts: bool = option(
+        True,
+        help="Run a prompt, with its pictures, once for all of its completions in a micro-batch, and pad nothing. "
+        "Models that cannot do that are found out on first use; they run each prompt again for each completion.",
+        new=True,
+    )
+    micro_batch_max_tokens: int | None = option(
+        None,
+        help="Most tokens that go through the model together in training: prompts, each counted once where its "
+        "completions share it, and completions. A micro-step over it is run in pieces; groups stay together where they "
+        "fit. None: per_device_train_batch_size alone is the limit.",
+        new=True,
+    )
+    micro_batch_max_patches: int | None = option(
+        None,
+        help="Most patches of pictures and videos that go through the vision tower together in training.",
+        new=True,
+    )
     logprob_chunk_size: int = option(
         1024,
         help="Number of completion tokens whose logits exist at one time; smaller needs less memory.",
@@ -55,8 +73,9 @@ class ModelOptions:
     def check_model(self) -> None:
         """Raise ValueError for a model option out of range, and read numbers given as text."""
         require_dict("model_init_kwargs", self.model_init_kwargs)
-        size = self.logprob_chunk_size
-        require(size >= 1, "logprob_chunk_size", size, "it must be at least 1 token")
+        for name in ("logprob_chunk_size", "micro_batch_max_tokens", "micro_batch_max_patches"):
+            size: int | None = getattr(self, name)
+            require(size is None or size >= 1, name, size, "it must be at least 1")
 
     def resolve_padding(self, device_type: str) -> None:
         """Turn `pad_to_multiple_of` into an int or None for a device such as "cuda"."""

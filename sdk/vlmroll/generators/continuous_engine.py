@@ -18,6 +18,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
+from vlmroll.attention import switch_off
 from vlmroll.modeling import eval_mode
 from vlmroll.types import SamplingParams
 from vlmroll_processors import Prompt
@@ -235,6 +236,7 @@ def as_it_was(model: Any) -> Generator[None]:
     rng = torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
     with rng, eval_mode(model), _forward_for_the_engine(model):
         try:
+            switch_off(model)
             yield
         finally:
             for config, value in attention:  # wholes come before their parts, which they set too

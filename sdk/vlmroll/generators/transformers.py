@@ -1,50 +1,67 @@
 """The generator that runs the policy itself, in the process.
 
-Each distinct prompt goes through the vision tower and the prefill once; then its key-value cache is repeated, not
-recomputed, and its completions branch from it. Rows leave the batch when they stop.
+Each distinct prompt goes through the vision tower and the prefill once; its completions branch from its key-value
+cache, which they read together where the model's attention allows (`branch_cache`) and get a copy of elsewhere. Rows
+leave the batch when they stop.
 """
 
-from collections.abc import Sequence
+import contextlib
+import logging
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from vlmroll.attention import NotShareable, switch_on
+from vlmroll.batches import to_device
 from vlmroll.generators.base import stop_ids_of
+from vlmroll.generators.branches import Branches, History
 from vlmroll.generators.sampling import draw, processors
 from vlmroll.modeling import eval_mode
-from vlmroll.scoring import to_device, token_logprobs
+from vlmroll.scoring import token_logprobs
 from vlmroll.types import Completion, GenerationOutput, SamplingParams
 from vlmroll_processors import ProcessorAdapter, Prompt, collate
 from vlmroll_processors.collate import alike
 
-
-@dataclass(slots=True)
-class _Branches:
-    """The rows that still grow: R of them, one for each unfinished completion."""
-
-    owner: torch.Tensor  # [R] which completion a row is
-    cache: Any
-    ids: torch.Tensor  # [R, P + steps]
-    mask: torch.Tensor  # [R, P + steps]
-    position: torch.Tensor  # [R] of the next token
-    logits: torch.Tensor  # [R, V] for the next token
-    axes: tuple[int, ...]  # leading axes of the position ids, such as (3,)
-    repeated: dict[str, torch.Tensor]  # [R, 1, ...] per-token inputs that each new token gets from the last one
-
-    def keep(self, rows: torch.Tensor) -> None:
-        """Keep some rows, or repeat rows, in the order of their indices."""
-        self.cache.reorder_cache(rows)
-        for name in ("owner", "ids", "mask", "position", "logits"):
-            setattr(self, name, getattr(self, name)[rows])
-        self.repeated = {name: tensor[rows] for name, tensor in self.repeated.items()}
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Growing:
-    ids: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    stopped: bool = False
+class _Grown:
+    """What was sampled for each of some completions; values stay on the device until all is done.
+
+    Attributes:
+        count: how many completions.
+        steps: at each step the completions that grew, their ids and log-probabilities.
+        stopped: the completions that ended with a stop id.
+    """
+
+    count: int
+    steps: list[tuple[list[int], torch.Tensor, torch.Tensor]] = field(
+        default_factory=list[tuple[list[int], torch.Tensor, torch.Tensor]]
+    )
+    stopped: set[int] = field(default_factory=set[int])
+
+    def completions(self, policy_version: int) -> list[Completion]:
+        """The values that travel."""
+        ids: list[list[int]] = [[] for _ in range(self.count)]
+        logprobs: list[list[float]] = [[] for _ in range(self.count)]
+        owners = [owner for step, _, _ in self.steps for owner in step]
+        all_ids: list[int] = torch.cat([tokens for _, tokens, _ in self.steps]).tolist()
+        all_logprobs: list[float] = torch.cat([values for _, _, values in self.steps]).tolist()
+        for owner, token, logprob in zip(owners, all_ids, all_logprobs, strict=True):
+            ids[owner].append(token)
+            logprobs[owner].append(logprob)
+        return [
+            Completion(
+                completion_ids=tuple(ids[i]),
+                logprobs=tuple(logprobs[i]),
+                finish_reason="stop" if i in self.stopped else "length",
+                policy_version=policy_version,
+            )
+            for i in range(self.count)
+        ]
 
 
 class TransformersGenerator:
@@ -71,6 +88,7 @@ class TransformersGenerator:
         self.banned_ids = frozenset(adapter.vision_ids.union(banned_ids))
         self.policy_version = 0
         self.stop_ids = stop_ids_of(model, adapter)
+        self._repeats = False  # whether the model was found unable to share prompts
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, num_generations: int) -> GenerationOutput:
         """`num_generations` completions for each prompt.
@@ -82,101 +100,102 @@ class TransformersGenerator:
         """
         if not prompts or num_generations < 1:
             raise ValueError(f"nothing to generate: {len(prompts)} prompts, {num_generations} generations each")
-        grown = [_Growing() for _ in range(len(prompts) * num_generations)]
-        with torch.no_grad(), eval_mode(self.model):
+        n, groups = num_generations, dict[int, tuple[Completion, ...]]()
+        with torch.no_grad(), eval_mode(self.model), self._sharing():
             for number, places in enumerate(alike(prompts)):
                 seed = None if sampling.seed is None else sampling.seed + (number << 32)
                 chosen = [prompts[i] for i in places]
-                found = self._grow(chosen, replace(sampling, seed=seed), num_generations)
-                for i, place in enumerate(places):
-                    for j in range(num_generations):
-                        grown[place * num_generations + j] = found[i * num_generations + j]
-        completions = [
-            Completion(
-                completion_ids=tuple(row.ids),
-                logprobs=tuple(row.logprobs),
-                finish_reason="stop" if row.stopped else "length",
-                policy_version=self.policy_version,
-            )
-            for row in grown
-        ]
-        n = num_generations
+                found = self._grow(chosen, replace(sampling, seed=seed), n).completions(self.policy_version)
+                groups |= {place: tuple(found[i * n : (i + 1) * n]) for i, place in enumerate(places)}
         return GenerationOutput(
             prompts=tuple(prompts),
             prompt_ids=tuple(prompt.prompt_ids for prompt in prompts),
-            completions=tuple(tuple(completions[i * n : (i + 1) * n]) for i in range(len(prompts))),
+            completions=tuple(groups[place] for place in range(len(prompts))),
         )
 
-    def _prefill(self, prompts: Sequence[Prompt], num_generations: int) -> _Branches:
-        """Run each distinct prompt once and repeat its cache for its completions."""
+    def _prefill(self, prompts: Sequence[Prompt], num_generations: int, room: int) -> Branches:
+        """Run each distinct prompt once, for all of its completions."""
         device = self.model.device
         distinct = list({id(prompt): prompt for prompt in prompts}.values())
         place = {id(prompt): i for i, prompt in enumerate(distinct)}
         batch = to_device(collate(distinct, pad_token_id=self._adapter.pad_token_id), device)
         output = self.model(**batch.model_inputs(dtype=self.model.dtype), use_cache=True, logits_to_keep=1)
         positions = batch.forward_kwargs["position_ids"]
-        branches = _Branches(
-            owner=torch.arange(len(distinct), device=device),
-            cache=output.past_key_values,
-            ids=batch.input_ids,
-            mask=batch.attention_mask,
-            # The next position follows the last, which is text and so alike on every axis.
-            position=positions[..., -1].reshape(-1, positions.shape[-2]).amax(0) + 1,
-            logits=output.logits[:, -1],
+        # The next position follows the last, which is text and so alike on every axis.
+        position = positions[..., -1].reshape(-1, positions.shape[-2]).amax(0) + 1
+        owners = [place[id(prompt)] for prompt in prompts for _ in range(num_generations)]
+        rows = torch.tensor(owners, device=device)
+        return Branches(
+            completions=list(range(len(owners))),
+            prefilled=output.past_key_values,
+            owners=owners,
+            prompt_mask=batch.attention_mask,
+            cache=None,
+            history=History(batch.input_ids[rows], batch.attention_mask[rows], room),
+            position=position[rows],
+            logits=output.logits[:, -1][rows],
             axes=tuple(positions.shape[:-2]),
             repeated={
-                name: tensor[:, -1:]
+                name: tensor[:, -1:][rows]
                 for name, tensor in batch.forward_kwargs.items()
                 if name in prompts[0].join and prompts[0].join[name].completion == "repeat"
             },
+            room=room,
         )
-        rows = torch.tensor([place[id(prompt)] for prompt in prompts], device=device)
-        branches.keep(rows.repeat_interleave(num_generations))
-        branches.owner = torch.arange(len(prompts) * num_generations, device=device)
-        return branches
 
-    def _grow(self, prompts: Sequence[Prompt], sampling: SamplingParams, num_generations: int) -> list[_Growing]:
-        branches = self._prefill(prompts, num_generations)
-        device = branches.ids.device
+    def _grow(self, prompts: Sequence[Prompt], sampling: SamplingParams, num_generations: int) -> _Grown:
+        branches = self._prefill(prompts, num_generations, sampling.max_tokens - 1)
+        device = branches.logits.device
         generator = None if sampling.seed is None else torch.Generator(device).manual_seed(sampling.seed)
-        banned = sorted(self.banned_ids)
-        warp = processors(sampling, self.stop_ids, branches.ids.shape[1], str(device))
+        banned = torch.tensor(sorted(self.banned_ids), dtype=torch.long, device=device)
+        warp = processors(sampling, self.stop_ids, branches.history.length, str(device))
         stop = torch.tensor(self.stop_ids, dtype=torch.long, device=device)
-        grown = [_Growing() for _ in range(len(prompts) * num_generations)]
+        grown = _Grown(len(branches.completions))
         for step in range(sampling.max_tokens):
-            logits = branches.logits.float()
-            logits[:, banned] = float("-inf")
-            tokens = draw(warp(branches.ids, branches.mask, logits.clone()), sampling.temperature, generator)
+            logits = branches.logits.float().index_fill_(1, banned, float("-inf"))
+            history, warped = branches.history, logits
+            if warp.history or warp.rest:
+                warped = warp(history.ids, history.mask, logits.clone())
+            tokens = draw(warped, sampling.temperature, generator)
             logprobs = token_logprobs(logits, tokens, sampling.temperature or 1.0)
-            stopped = torch.isin(tokens, stop)
-            for row, token, logprob, end in zip(
-                branches.owner.tolist(), tokens.tolist(), logprobs.tolist(), stopped.tolist(), strict=True
-            ):
-                grown[row].ids.append(token)
-                grown[row].logprobs.append(logprob)
-                grown[row].stopped = end
-            if stopped.all() or step + 1 == sampling.max_tokens:
+            grown.steps.append((branches.completions, tokens, logprobs))
+            ends: list[bool] = torch.isin(tokens, stop).tolist()  # all that is read from the device in a step
+            grown.stopped.update(row for row, end in zip(branches.completions, ends, strict=True) if end)
+            alive = [row for row, end in enumerate(ends) if not end]
+            if not alive or step + 1 == sampling.max_tokens:
                 break
-            self._advance(branches, tokens, (~stopped).nonzero()[:, 0])
+            if len(alive) < len(ends):
+                branches.keep(alive)
+                tokens = tokens[torch.tensor(alive, device=device)]
+            if reason := branches.advance(self.model, tokens, share=not self._repeats):
+                self._repeat(reason)
         return grown
 
-    def _advance(self, branches: _Branches, tokens: torch.Tensor, alive: torch.Tensor) -> None:
-        """Drop the rows that stopped and run the others one token further."""
-        if len(alive) < len(tokens):
-            branches.keep(alive)
-            tokens = tokens[alive]
-        branches.ids = torch.cat([branches.ids, tokens[:, None]], dim=1)
-        branches.mask = torch.cat([branches.mask, torch.ones_like(tokens)[:, None]], dim=1)
-        output = self.model(
-            input_ids=tokens[:, None],
-            attention_mask=branches.mask,
-            position_ids=branches.position[:, None].expand(*branches.axes, -1, 1),
-            past_key_values=branches.cache,
-            use_cache=True,
-            **branches.repeated,
+    @contextlib.contextmanager
+    def _sharing(self) -> Generator[None]:
+        """Let rows share their prompts in the model's attention for the time of the block, unless known not to work.
+
+        Other engines may run the same model, and know the names of other attention functions only.
+        """
+        config = self.model.config.get_text_config()
+        before = config._attn_implementation
+        if not self._repeats:
+            try:
+                switch_on(self.model)
+            except NotShareable as error:
+                self._repeat(str(error))
+        try:
+            yield
+        finally:
+            config._attn_implementation = before
+
+    def _repeat(self, reason: str) -> None:
+        self._repeats = True
+        logger.info(
+            "%s: the cache of a prompt is copied for each of its completions, since they cannot share it: %s",
+            type(self.model).__name__,
+            reason,
         )
-        branches.position = branches.position + 1
-        branches.logits = output.logits[:, -1]
 
     def sync_weights(self, policy: Any) -> None:
         """The policy is the model itself: only its version is counted."""

@@ -1,0 +1,250 @@
+"""Prompts that are run once for all of their completions give the numbers of prompts that are run for each of them."""
+
+import copy
+import logging
+from collections.abc import Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import Qwen3ForCausalLM
+
+from tiny_models import tiny
+from training_runs import ALGORITHMS, FAMILIES, gradients, make_trainer, relative_difference, rows
+from vlmroll.attention import NAME, NotShareable, segments_of, switch_on
+from vlmroll.batches import join_rollouts
+from vlmroll.scoring import policy_logprobs
+from vlmroll.sharing import Sharing, is_causal
+from vlmroll.types import Completion, Rollout
+from vlmroll_processors import PackedBatch, PaddedBatch, Prompt, load_adapter
+
+NOT_SHARED = {
+    "qwen3_5": "layers of another kind: linear_attention",
+    "lfm2_vl": "layers of another kind: conv",
+    "gemma3": "some of its attention is not causal",
+    "gemma3_panscan": "some of its attention is not causal",
+    "gemma4": "some of its attention is not causal",
+    "paligemma": "some of its attention is not causal",
+    "paligemma2": "some of its attention is not causal",
+    "llama4": "layers of another kind: chunked_attention",
+}
+"""Linear attention and convolutions run over all tokens of a row. In the others, tokens of a picture, or of the whole
+prompt, attend to what comes after them."""
+SHARED = tuple(name for name in ("text", *FAMILIES) if name not in NOT_SHARED)
+LENGTHS = (4, 2, 7, 1, 5, 3, 6, 1, 1, 2, 3, 2)
+
+
+@cache
+def prompts_of(name: str) -> tuple[Prompt, ...]:
+    """Rows with 1, 3, 0 and 2 pictures, where the family takes them."""
+    made = tiny(name)
+    return tuple(load_adapter(made.processor, config=made.model.config).encode(rows(4, name)))
+
+
+def rollouts_of(name: str, lengths: Sequence[int] = LENGTHS) -> list[Rollout]:
+    """Groups of three, with completions of uneven lengths."""
+    owners = [prompt for prompt in prompts_of(name) for _ in range(3)]
+    return [
+        Rollout(
+            prompt=prompt,
+            completion=Completion(
+                completion_ids=tuple(range(40 + i, 40 + i + n)), logprobs=(0.0,) * n, finish_reason="stop"
+            ),
+            row={},
+            row_id=i,
+            group=i // 3,
+        )
+        for i, (prompt, n) in enumerate(zip(owners, lengths, strict=False))
+    ]
+
+
+def sharing(*, wanted: bool = True) -> Sharing:
+    join = partial(join_rollouts, pad_token_id=0, device="cpu")
+    return Sharing(lambda found, packed: join(found, packed=packed), wanted=wanted)
+
+
+def shares(model: Any, found: Sequence[Rollout]) -> bool:
+    with torch.no_grad():
+        return sharing().applies(model, found, lambda inputs: policy_logprobs(model, inputs).logprobs)
+
+
+def scores_and_gradients(model: Any, found: Sequence[Rollout], *, packed: bool) -> tuple[torch.Tensor, Any]:
+    model.zero_grad()
+    inputs = join_rollouts(found, pad_token_id=0, device="cpu", packed=packed)
+    scores = policy_logprobs(model, inputs, temperature=0.9, banned_ids=[3], chunk_size=5).logprobs
+    (scores * torch.linspace(-1, 1, scores.numel()).view_as(scores)).sum().backward()
+    return scores.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_equal(model: Any, found: Sequence[Rollout]) -> None:
+    """Scores and gradients of packed rows against those of padded rows."""
+    switch_on(model)
+    scores, expected = scores_and_gradients(model, found, packed=False)
+    shared, gradients = scores_and_gradients(model, found, packed=True)
+    torch.testing.assert_close(shared, scores, atol=1e-5, rtol=0)
+    assert gradients.keys() == expected.keys()
+    assert any(gradient.abs().max() > 0 for gradient in expected.values())
+    assert relative_difference(expected, gradients) < 1e-5
+
+
+def fresh(name: str) -> Any:
+    return copy.deepcopy(tiny(name).model)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_scores_and_gradients_are_those_of_the_dense_path(name: str) -> None:
+    """Four groups with 1, 3, 0 and 2 pictures in one micro-batch."""
+    model, found = fresh(name).train(), rollouts_of(name)
+    assert shares(model, found)
+    assert_equal(model, found)
+
+
+@pytest.mark.parametrize("name", NOT_SHARED)
+def test_models_whose_tokens_meet_in_other_ways_keep_the_dense_path(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert not shares(fresh(name), rollouts_of(name))
+    assert NOT_SHARED[name] in caplog.text
+
+
+def test_text_rows_share_where_only_pictures_cannot() -> None:
+    found = rollouts_of("gemma3")
+    assert shares(fresh("gemma3"), [rollout for rollout in found if not rollout.prompt.images])
+
+
+@pytest.mark.parametrize("name", ["text", "qwen2_5_vl", "idefics3"])
+def test_under_gradient_checkpointing(name: str) -> None:
+    model = fresh(name).train()
+    model.gradient_checkpointing_enable()
+    assert_equal(model, rollouts_of(name))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")  # the vision tower's
+def test_under_gradient_checkpointing_of_either_kind_with_an_adapter(reentrant: bool) -> None:
+    model: Any = get_peft_model(fresh("qwen3_vl"), LoraConfig(r=4, target_modules=r".*language_model.*(q|v|down)_proj"))
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    assert_equal(model.train(), rollouts_of("qwen3_vl"))
+
+
+@pytest.mark.parametrize("lengths", [(1,) * 12, (3,) * 12, (1, 1, 9, 1, 1, 1, 2, 2, 2, 1, 5, 1)])
+def test_with_completions_of_one_token_and_of_equal_length(lengths: Sequence[int]) -> None:
+    assert_equal(fresh("qwen2_5_vl"), rollouts_of("qwen2_5_vl", lengths))
+
+
+@pytest.mark.parametrize("window", [2, 5, 40])
+def test_windows_forget_the_same_tokens(window: int) -> None:
+    config = copy.deepcopy(tiny("text").model.config)
+    layers = [("sliding_attention", "full_attention")[i % 2] for i in range(config.num_hidden_layers)]
+    config.sliding_window, config.layer_types, config.use_sliding_window = window, layers, True
+    torch.manual_seed(0)
+    model, found = Qwen3ForCausalLM(config), rollouts_of("text")
+    assert shares(model, found)
+    assert_equal(model, found)
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    model, found = fresh("qwen2_5_vl"), rollouts_of("qwen2_5_vl")
+    switch_on(model)
+
+    def score(some: Sequence[Rollout]) -> torch.Tensor:
+        with torch.no_grad():
+            return policy_logprobs(model, join_rollouts(some, pad_token_id=0, device="cpu", packed=True)).logprobs
+
+    together, order = score(found), torch.randperm(len(found)).tolist()
+    shuffled = score([found[i] for i in order])
+    for place, i in enumerate(order):
+        torch.testing.assert_close(shuffled[place], together[i], atol=2e-6, rtol=0)
+        alone = score([found[i]])[0]
+        torch.testing.assert_close(together[i, : len(alone)], alone, atol=2e-6, rtol=0)
+
+
+def test_a_bfloat16_model_whose_pictures_look_ahead_is_told_by_its_masks() -> None:
+    """The effect on a random tiny model is within what bfloat16 rounds away."""
+    assert not shares(fresh("gemma3").bfloat16(), rollouts_of("gemma3"))
+    assert shares(fresh("qwen2_5_vl").bfloat16(), rollouts_of("qwen2_5_vl"))
+
+
+def test_masks_are_read() -> None:
+    real = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]])
+    causal = torch.tril(torch.ones(4, 4, dtype=torch.bool)) & real.bool()[:, None, :]
+    assert is_causal(causal[:, None], real, None)
+    assert not is_causal(causal[:, None], real, 2)
+    assert is_causal(None, torch.ones(2, 4, dtype=torch.long), None)
+    assert not is_causal(None, real, None)
+    ahead = causal.clone()
+    ahead[0, 1, 2] = True
+    assert not is_causal(ahead[:, None], real, None)
+    padding = causal.clone()
+    padding[1, 3, 2] = False  # what padding sees is of no account
+    assert is_causal(padding[:, None], real, None)
+
+
+def test_other_attention_is_told_what_to_load() -> None:
+    model = fresh("text")
+    model.set_attn_implementation("eager")
+    with pytest.raises(NotShareable, match='attn_implementation="sdpa"'):
+        switch_on(model)
+
+
+def test_a_model_that_is_switched_on_is_saved_and_run_as_before(tmp_path: Path) -> None:
+    model = fresh("qwen2_5_vl").eval()
+    padded = join_rollouts(rollouts_of("qwen2_5_vl"), pad_token_id=0, device="cpu")
+    with torch.no_grad():
+        before = policy_logprobs(model, padded).logprobs
+        switch_on(model)
+        assert torch.equal(policy_logprobs(model, padded).logprobs, before)
+    model.save_pretrained(tmp_path)
+    assert NAME not in (tmp_path / "config.json").read_text(encoding="utf-8")
+
+
+def test_layouts_are_read_back() -> None:
+    one, other = segments_of((5, 2, 3, 4, 7, 0))
+    assert (one.prompt, one.completions, one.rows, one.longest, one.is_even) == (5, (3, 4), 2, 4, False)
+    assert (other.prompt, other.completions, other.longest, other.is_even) == (7, (), 0, True)
+
+
+# In training.
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("model", ["text", "qwen2_5_vl", "qwen3_5"])
+def test_training_gives_the_gradients_of_the_dense_path(algorithm: str, model: str, tmp_path: Path) -> None:
+    """Old policy, reference and policy passes; with a model that cannot share, too."""
+    options: dict[str, Any] = {"model": model, "max_steps": 2, "num_iterations": 2, "beta": 0.1, "learning_rate": 1e-4}
+    dense = gradients(algorithm, tmp_path, share_prompts=False, **options)
+    shared = gradients(algorithm, tmp_path, share_prompts=True, **options)
+    for one, other in zip(dense, shared, strict=True):
+        assert relative_difference(one, other) < 1e-5
+
+
+def test_prompts_go_through_the_model_once(tmp_path: Path) -> None:
+    trainer = make_trainer("grpo", tmp_path, model="qwen2_5_vl", max_steps=1, per_device_train_batch_size=8)
+    trainer.train()
+    found = rollouts_of("qwen2_5_vl")
+    inputs = trainer.scorer.join(trainer.model, found)
+    assert isinstance(inputs, PackedBatch)
+    assert inputs.num_tokens == sum(p.num_tokens for p in prompts_of("qwen2_5_vl")) + sum(LENGTHS) - len(LENGTHS)
+    assert trainer.state.log_history[0]["batch/pad_frac"] == 0
+
+
+@pytest.mark.parametrize("generator", ["transformers", "continuous batching"])
+def test_generators_that_run_the_policy_work_beside_it(generator: str, tmp_path: Path) -> None:
+    """Later rounds are sampled from a model whose attention was replaced for training."""
+    continuous = {"use_transformers_continuous_batching": generator != "transformers"}
+    trainer = make_trainer("grpo", tmp_path, model="text", max_steps=3, **continuous)
+    trainer.train()
+    model: Any = trainer.model
+    assert model.config._attn_implementation == "sdpa", "the model gets its own attention back"
+    assert isinstance(trainer.scorer.join(model, rollouts_of("text")), PackedBatch)
+
+
+def test_the_option_switches_it_off(tmp_path: Path) -> None:
+    trainer = make_trainer("grpo", tmp_path, model="text", share_prompts=False)
+    trainer.train()
+    assert isinstance(trainer.scorer.join(trainer.model, rollouts_of("text")), PaddedBatch)
