@@ -53,7 +53,7 @@ class PaddedBatch:
         return piece.forward_kwargs
 
     @property
-    def num_places(self) -> int:
+    def num_positions(self) -> int:
         """B T, padding included."""
         return self.input_ids.numel()
 

@@ -3,7 +3,8 @@
     prompt A | completion A1 | completion A2 | prompt B | completion B1 | ...
 
 A token attends to its own prompt and to its own completion, nothing else; `PackedPiece.layout` says where they are, and
-positions of every completion go on from its prompt. There is no padding, and no prompt is there twice.
+positions of every completion go on from its prompt. No prompt is there twice, and nothing is padded but the end of the
+row, on request.
 `vlmroll_processors.collate` makes the padded counterpart.
 
 Shapes: B rows of the batch, C longest completion, N completion tokens, T tokens of a packed row.
@@ -58,7 +59,7 @@ class PackedBatch:
     num_tokens: int
 
     @property
-    def num_places(self) -> int:
+    def num_positions(self) -> int:
         """Tokens of all pieces, padding included."""
         return sum(piece.input_ids.numel() for piece in self.pieces)
 

@@ -48,12 +48,12 @@ class Segment:
 
     @property
     def rows(self) -> int:
-        """G."""
+        """G, the number of completions."""
         return len(self.completions)
 
     @property
     def longest(self) -> int:
-        """C."""
+        """C, tokens of the longest completion."""
         return max(self.completions, default=0)
 
     @property
@@ -145,6 +145,7 @@ def shared_attention(
             tails = [tensor[0, :, middle:end] for tensor in (query, key, value)]
             outputs.append(_over_completions(tails, prompt[1:], segment, chosen))
         start = end
+    assert start == query.shape[2], "the layout is of another row"
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
@@ -155,19 +156,27 @@ class _Options:
     window: int | None
     grouped: bool  # fewer key heads than query heads
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **mask: Any) -> torch.Tensor:
-        return scaled_dot_product_attention(
-            query, key, value, dropout_p=self.dropout, scale=self.scaling, enable_gqa=self.grouped, **mask
-        )
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[..., H, T, V]; causal without a mask."""
+        options: dict[str, Any] = {"dropout_p": self.dropout, "scale": self.scaling}
+        if mask is None:
+            return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.grouped, **options)
+        # Query heads that share a key head are further queries of it: with a mask, CUDA has no fast kernel for groups.
+        times = query.shape[-3] // key.shape[-3]
+        query = query.unflatten(-3, (-1, times)).flatten(-3, -2)
+        found = scaled_dot_product_attention(query, key, value, attn_mask=mask.repeat(times, 1), **options)
+        return found.unflatten(-2, (times, -1)).flatten(-4, -3)
 
 
 def _over_prompt(states: Sequence[torch.Tensor], options: _Options) -> torch.Tensor:
     """[1, H, P, V] of a prompt's query, key and value."""
-    length = states[0].shape[2]
+    query, key, value = states
+    length = query.shape[2]
     if options.window is None or length <= options.window:
-        return options.attend(*states, is_causal=True)
-    mask = _mask(length, 0, options.window, str(states[0].device))
-    return options.attend(*states, attn_mask=mask)
+        return options.attend(query, key, value)
+    return options.attend(query, key, value, _mask(length, 0, options.window, str(query.device)))
 
 
 def _over_completions(
@@ -187,14 +196,15 @@ def _over_completions(
     query, key, value = (tensor.unflatten(1, (rows, longest)).transpose(0, 1) for tensor in tails)
     shared = [tensor.expand(rows, -1, -1, -1) for tensor in prompt]
     mask = _mask(longest, segment.prompt, options.window, str(device))
-    joined = [torch.cat(pair, dim=2) for pair in zip(shared, (key, value), strict=True)]
-    found = options.attend(query, *joined, attn_mask=mask).transpose(0, 1).flatten(1, 2)
+    key, value = (torch.cat(pair, dim=2) for pair in zip(shared, (key, value), strict=True))
+    found = options.attend(query, key, value, mask).transpose(0, 1).flatten(1, 2)
     if not segment.is_even:
         found = found.index_select(1, _real(segment.completions, str(device)))
     return found[None]
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=8)  # it serves the layers of a pass; masks are large, and seldom come again
+@torch.inference_mode(False)
 def _mask(length: int, before: int, window: int | None, device: str) -> Bool[torch.Tensor, "C S"]:
     """Which of `before` shared and `length` own keys each of `length` queries sees."""
     own = torch.arange(before, before + length, device=device)[:, None]
@@ -203,7 +213,8 @@ def _mask(length: int, before: int, window: int | None, device: str) -> Bool[tor
     return seen if window is None else seen & (keys > own - window)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
 def _places(lengths: tuple[int, ...], device: str) -> Int[torch.Tensor, " GC"]:
     """Where each token of the padded completions is taken from; padding repeats a completion's first token."""
     longest, start, found = max(lengths), 0, list[torch.Tensor]()
@@ -215,7 +226,8 @@ def _places(lengths: tuple[int, ...], device: str) -> Int[torch.Tensor, " GC"]:
     return torch.cat(found).to(device)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
 def _real(lengths: tuple[int, ...], device: str) -> Int[torch.Tensor, " N"]:
     """Where the tokens that are no padding stand in the padded completions."""
     steps = torch.arange(max(lengths))

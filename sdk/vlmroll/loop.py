@@ -198,6 +198,8 @@ class RoundTrainer(Trainer):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         finally:
             self._evaluating = outer
+            if not self.is_in_train:
+                switch_off(self.model)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: a policy has no labels to predict."""

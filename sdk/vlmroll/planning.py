@@ -20,7 +20,7 @@ class Budget:
     Attributes:
         completions: rollouts.
         tokens: of prompts and completions, a prompt counted once where its completions share it; None for no limit.
-        patches: that the vision tower sees, with the numbers of a patch in `patch_size`; None for no limit.
+        patches: that the vision tower sees, each distinct prompt counted once; None for no limit.
         patch_size: how many numbers (pixels by channels by frames) make a patch.
         shared: whether prompts are run once for all of their completions.
     """
@@ -41,15 +41,15 @@ class Budget:
         if len(rollouts) > self.completions:
             return False
         prompts = [rollout.prompt for rollout in rollouts]
-        if self.shared:
-            prompts = list({id(prompt): prompt for prompt in prompts}.values())
+        distinct = list({id(prompt): prompt for prompt in prompts}.values())
+        prompts = distinct if self.shared else prompts
         if self.tokens is not None:
             lengths = [len(rollout.completion.completion_ids) for rollout in rollouts]
             own = [prompt.num_tokens for prompt in prompts]
             padded = len(rollouts) * (max(own) + max(lengths))
             if (sum(own) + sum(lengths) if self.shared else padded) > self.tokens:
                 return False
-        return self.patches is None or sum(map(self.patches_of, prompts)) <= self.patches
+        return self.patches is None or sum(map(self.patches_of, distinct)) <= self.patches
 
 
 def plan(rollouts: Sequence[Rollout], budget: Budget) -> list[list[Rollout]]:
@@ -89,7 +89,15 @@ def _cut(group: Sequence[Rollout], budget: Budget) -> list[list[Rollout]]:
         if pieces and budget.holds([*pieces[-1], rollout]):
             pieces[-1].append(rollout)
             continue
-        if not budget.holds([rollout]):
+        pieces.append([rollout])
+    return pieces
+
+
+def warn_of_large(pieces: Sequence[Sequence[Rollout]], budget: Budget, told: set[int]) -> None:
+    """Name the rows of rollouts that are over the budget by themselves, but those that were `told` before."""
+    for rollout in (piece[0] for piece in pieces if len(piece) == 1 and not budget.holds(piece)):
+        if rollout.row_id not in told:
+            told.add(rollout.row_id)
             logger.warning(
                 "row %d: one completion with its prompt is over the budget of a micro-batch (%d tokens, %d vision "
                 "patches); it goes through the model alone",
@@ -97,18 +105,26 @@ def _cut(group: Sequence[Rollout], budget: Budget) -> list[list[Rollout]]:
                 rollout.prompt.num_tokens + len(rollout.completion.completion_ids),
                 budget.patches_of(rollout.prompt),
             )
-        pieces.append([rollout])
-    return pieces
 
 
 def deal(pieces: Sequence[list[Rollout]], count: int) -> list[list[list[Rollout]]]:
-    """Deal pieces out to `count` micro-steps, in their order, as evenly as it goes.
+    """Deal pieces out to `count` micro-steps, in their order, as evenly as it goes; no micro-step goes without.
+
+    Raises:
+        ValueError: there are fewer rollouts than micro-steps.
 
     Example:
-        >>> [len(dealt) for dealt in deal([[], [], []], 2)]
+        >>> [len(dealt) for dealt in deal([one, another, a_third], 2)]  # doctest: +SKIP
         [2, 1]
     """
-    share, more = divmod(len(pieces), max(1, count))
+    dealt = list(pieces)
+    while len(dealt) < count:
+        largest = max(range(len(dealt)), key=lambda i: len(dealt[i]), default=None)
+        if largest is None or len(dealt[largest]) < 2:
+            raise ValueError(f"{len(dealt)} rollouts cannot fill {count} micro-steps; generate more of them")
+        piece = dealt[largest]
+        dealt[largest : largest + 1] = [piece[: len(piece) // 2], piece[len(piece) // 2 :]]
+    share, more = divmod(len(dealt), max(1, count))
     sizes = [share + (i < more) for i in range(count)]
     starts = [sum(sizes[:i]) for i in range(count)]
-    return [list(pieces[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
+    return [dealt[start : start + size] for start, size in zip(starts, sizes, strict=True)]

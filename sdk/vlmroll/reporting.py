@@ -92,7 +92,8 @@ def report_loss(
     for name, values in extras.items():
         if tokens:
             metrics.add_mean(name, float((values.detach() * batch.loss_mask).sum()) / tokens, tokens)
-    metrics.add_mean("batch/pad_frac", 1 - batch.inputs.num_tokens / batch.inputs.num_places, batch.inputs.num_places)
+    positions = batch.inputs.num_positions
+    metrics.add_mean("batch/pad_frac", 1 - batch.inputs.num_tokens / positions, positions)
 
 
 def report_mismatch(

@@ -66,7 +66,13 @@ class Scorer:
     def _shares(self, model: Any, rollouts: Sequence[Rollout]) -> bool:
         # The model itself, not its wrapper: other processes may have nothing to try.
         inner = self._accelerator.unwrap_model(model)
-        return self._sharing.applies(inner, rollouts, lambda inputs: self.frozen(inner, inputs).logprobs)
+        return self._sharing.applies(inner, rollouts, partial(self._compared, inner))
+
+    def _compared(self, inner: Any, inputs: PaddedBatch | PackedBatch) -> torch.Tensor:
+        """Log-probabilities in the weights' own precision: autocast would round away what a comparison is to show."""
+        device = self._accelerator.device.type
+        with torch.no_grad(), eval_mode(inner), torch.autocast(device, enabled=False):
+            return self._scored(inner, inputs).logprobs
 
     def gap(self, rows: Sequence[Rollout], scores: Scores) -> torch.Tensor | None:
         """See `mismatch.difference`; None where the policy itself samples."""
@@ -81,26 +87,33 @@ class Scorer:
         rows: Sequence[Rollout] = (),
         entropy: bool = False,
     ) -> Scores:
-        """`rows` are those of `inputs`, where their scores are held against the engine's."""
+        """Scores of the completions under a model, in the precision of training.
+
+        Args:
+            rows: the rollouts of `inputs`, where their scores are held against the engine's.
+            entropy: also of the distributions.
+        """
         args, inner = self._args, self._accelerator.unwrap_model(model)
-        if not self._head_checked and isinstance(inputs, PaddedBatch):
-            check_head(inner, inputs)
-            self._head_checked = True
-        if isinstance(inputs, PackedBatch):
-            switch_on(inner)  # a reference may be a copy from before the policy was switched
-        work = partial(
-            policy_logprobs,
-            inner,
-            inputs,
-            temperature=args.temperature,
-            banned_ids=self._banned,
-            chunk_size=args.logprob_chunk_size,
-            with_entropy=entropy,
-            vision=self._vision,
-            truncation=truncation_of(rows, min_p=args.min_p, top_k=args.top_k, top_p=args.top_p),
-        )
+        truncation = truncation_of(rows, min_p=args.min_p, top_k=args.top_k, top_p=args.top_p)
+        work = partial(self._scored, inner, inputs, with_entropy=entropy, truncation=truncation)
         with self._accelerator.autocast():
             return call_through(model, inner, work)
+
+    def _scored(self, inner: Any, inputs: PaddedBatch | PackedBatch, **more: Any) -> Scores:
+        if isinstance(inputs, PackedBatch):
+            switch_on(inner)  # a reference may be a copy from before the policy was switched
+        elif not self._head_checked:
+            check_head(inner, inputs)
+            self._head_checked = True
+        return policy_logprobs(
+            inner,
+            inputs,
+            temperature=self._args.temperature,
+            banned_ids=self._banned,
+            chunk_size=self._args.logprob_chunk_size,
+            vision=self._vision,
+            **more,
+        )
 
     def frozen(self, model: Any, inputs: PaddedBatch | PackedBatch, **more: Any) -> Scores:
         """The same without gradient, in eval mode."""

@@ -8,7 +8,7 @@ masks of every layer, and their log-probabilities compared with those of packed 
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -20,23 +20,40 @@ from vlmroll_processors import PackedBatch, PaddedBatch
 
 logger = logging.getLogger(__name__)
 
-Kind = tuple[bool, bool, int]
-Join = Callable[[Sequence[Rollout], bool], PaddedBatch | PackedBatch]
+JoinRollouts = Callable[[Sequence[Rollout], bool], PaddedBatch | PackedBatch]
 Score = Callable[[PaddedBatch | PackedBatch], torch.Tensor]
 
+# What a model that packed rows do not suit may raise.
 _FAILURES = (ValueError, TypeError, RuntimeError, LookupError, AttributeError)
 
 
+class Kind(NamedTuple):
+    """What may decide whether a rollout can share its prompt."""
+
+    images: bool
+    videos: bool
+    batch_key: int
+    beyond_window: bool
+
+
+class Trial(NamedTuple):
+    """What a trial found, and whether it had siblings, and two prompts, between which something might leak."""
+
+    fits: bool
+    siblings: bool
+    prompts: bool
+
+
 class Sharing:
-    """Decides for the rollouts of a micro-batch; each mix of pictures and videos is tried on its first use.
+    """Decides for the rollouts of a micro-batch; each kind of them is tried on its first use.
 
     Args:
         wanted: False for padded rows always.
         join: rollouts, and whether to pack them -> the model's inputs.
     """
 
-    def __init__(self, join: Join, *, wanted: bool) -> None:
-        self._known: dict[Kind, bool] = {}
+    def __init__(self, join: JoinRollouts, *, wanted: bool) -> None:
+        self._trials: dict[Kind, Trial] = {}
         self._told: set[str] = set()
         self._wanted, self._join = wanted, join
 
@@ -45,30 +62,42 @@ class Sharing:
 
         Args:
             model: the policy, without wrappers.
-            score: the model's inputs -> log-probabilities [B, C], without gradient.
+            score: the model's inputs -> log-probabilities [B, C], in the model's own precision, without gradient.
         """
         if not self._wanted:
             return False
-        for kind in dict.fromkeys(map(_kind, rollouts)):
-            if kind not in self._known:
-                self._known[kind] = self._fits(model, _sample(rollouts, kind), score)
-        return all(self._known[kind] for kind in map(_kind, rollouts))
+        window = _window(model)
+        kinds = [_kind(rollout, window) for rollout in rollouts]
+        for kind in dict.fromkeys(kinds):
+            sample = _sample([rollout for rollout, its in zip(rollouts, kinds, strict=True) if its == kind])
+            known = self._trials.get(kind, Trial(fits=True, siblings=False, prompts=False))
+            siblings = len(sample) > 1 and sample[1].prompt is sample[0].prompt
+            prompts = sample[-1].prompt is not sample[0].prompt
+            more = siblings > known.siblings or prompts > known.prompts
+            if kind not in self._trials or (known.fits and more):
+                fits = self._fits(model, sample, score)
+                self._trials[kind] = Trial(fits, siblings or known.siblings, prompts or known.prompts)
+        return all(self._trials[kind].fits for kind in kinds)
 
     def _fits(self, model: Any, sample: Sequence[Rollout], score: Score) -> bool:
         try:
             switch_on(model)
-            expected = _watched(self._join(sample, False), score)
-            difference = float((score(self._join(sample, True)) - expected).abs().mean())
-            if difference > tolerance(model):
-                raise NotShareable(f"its log-probabilities would differ by {difference:.2g} a token")
+            padded = self._join(sample, False)
+            expected = _watched(padded, score)
+        except NotShareable as error:
+            return self._refuse(model, str(error))
+        try:
+            found = score(self._join(sample, True))
         except torch.OutOfMemoryError:
             raise
         except _FAILURES as error:
-            self._tell(model, str(error) if isinstance(error, NotShareable) else f"{type(error).__name__}: {error}")
-            return False
+            return self._refuse(model, str(error) if isinstance(error, NotShareable) else repr(error))
+        difference = float((found - expected).abs().sum() / padded.completion_mask.sum())
+        if not difference <= tolerance(model.dtype):  # NaN is no agreement
+            return self._refuse(model, f"its log-probabilities would differ by {difference:.2g} a token")
         return True
 
-    def _tell(self, model: Any, reason: str) -> None:
+    def _refuse(self, model: Any, reason: str) -> bool:
         if reason not in self._told:
             self._told.add(reason)
             logger.warning(
@@ -76,6 +105,7 @@ class Sharing:
                 type(model).__name__,
                 reason,
             )
+        return False
 
 
 def _watched(padded: PaddedBatch | PackedBatch, score: Score) -> torch.Tensor:
@@ -85,11 +115,12 @@ def _watched(padded: PaddedBatch | PackedBatch, score: Score) -> torch.Tensor:
         NotShareable: some of the attention is not causal, or none was seen.
     """
     assert isinstance(padded, PaddedBatch)
-    seen: list[bool] = []
+    seen: dict[tuple[int, int | None], tuple[Any, bool]] = {}  # layers mostly have one mask, which is kept for its id
 
     def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
-        if key.shape[2] == query.shape[2]:
-            seen.append(is_causal(mask, padded.attention_mask, options.get("sliding_window")))
+        window = options.get("sliding_window")
+        if key.shape[2] == query.shape[2] and (id(mask), window) not in seen:
+            seen[id(mask), window] = mask, is_causal(mask, padded.attention_mask, window)
         return sdpa_attention_forward(module, query, key, value, mask, **options)
 
     token = in_place_of.set(attend)
@@ -99,7 +130,7 @@ def _watched(padded: PaddedBatch | PackedBatch, score: Score) -> torch.Tensor:
         in_place_of.reset(token)
     if not seen:
         raise NotShareable("its attention cannot be replaced")
-    if not all(seen):
+    if not all(causal for _, causal in seen.values()):
         raise NotShareable("some of its attention is not causal")
     return scores
 
@@ -112,32 +143,39 @@ def is_causal(mask: torch.Tensor | None, real: Int[torch.Tensor, "B T"], window:
         window: how many keys a token sees; None for all before it.
     """
     places = torch.arange(real.shape[1], device=real.device)
-    expected = places[None, :] <= places[:, None]
-    if window is not None:
-        expected = expected & (places[None, :] > places[:, None] - window)
-    tokens = real.bool()
-    expected = expected & tokens[:, None, :]
-    found = places[None, :] <= places[:, None] if mask is None else mask[:, 0]
-    if found.dtype is not torch.bool:
-        found = found == 0
-    return bool((found.expand_as(expected) == expected)[tokens].all())
+    causal = places[None, :] <= places[:, None]
+    expected = causal if window is None else causal & (places[None, :] > places[:, None] - window)
+    if mask is None:
+        masks = [causal] * len(real)
+    else:
+        mask = mask if mask.dtype is torch.bool else mask == 0
+        masks = [row[0] for row in mask.expand(len(real), -1, -1, -1)]
+    return all(
+        torch.equal(found[tokens], (expected & tokens[None, :])[tokens])
+        for found, tokens in zip(masks, real.bool(), strict=True)
+    )
 
 
-def tolerance(model: Any) -> float:
-    """Mean difference of log-probabilities, in nats a token, that the model's precision explains."""
-    device = model.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
+def tolerance(dtype: torch.dtype) -> float:
+    """Mean difference of log-probabilities, in nats a token, that a precision explains."""
     return max(1e-4, 4 * torch.finfo(dtype).eps)
 
 
-def _kind(rollout: Rollout) -> Kind:
+def _window(model: Any) -> int | None:
+    config = model.config.get_text_config()
+    return getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+
+
+def _kind(rollout: Rollout, window: int | None) -> Kind:
     prompt = rollout.prompt
-    return bool(prompt.images), bool(prompt.videos), prompt.batch_key
+    length = prompt.num_tokens + len(rollout.completion.completion_ids)
+    # Some models leave the window to the mask of longer rows alone.
+    beyond = window is not None and length > window
+    return Kind(bool(prompt.images), bool(prompt.videos), prompt.batch_key, beyond)
 
 
-def _sample(rollouts: Sequence[Rollout], kind: Kind) -> list[Rollout]:
-    """Two siblings of a kind, and a rollout of another prompt: nothing may leak between any of them."""
-    alike = [rollout for rollout in rollouts if _kind(rollout) == kind]
+def _sample(alike: Sequence[Rollout]) -> list[Rollout]:
+    """Two siblings, and a rollout of another prompt: nothing may leak between any of them."""
     siblings = [rollout for rollout in alike if rollout.prompt is alike[0].prompt]
     others = [rollout for rollout in alike if rollout.prompt is not alike[0].prompt]
     return [*siblings[:2], *others[:1]]

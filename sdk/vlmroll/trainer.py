@@ -27,7 +27,7 @@ from vlmroll.loop import RoundTrainer
 from vlmroll.losses import PolicyTerm
 from vlmroll.metrics import Metrics
 from vlmroll.mismatch import importance_weights
-from vlmroll.planning import plan
+from vlmroll.planning import plan, warn_of_large
 from vlmroll.rewards import RewardSuite
 from vlmroll.scorer import Scorer
 from vlmroll.types import Batch, Rollout, SamplingParams
@@ -100,6 +100,7 @@ class PolicyTrainer(RoundTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
+        self._told_large: set[int] = set()
         self.scorer = Scorer(self.accelerator, args, parts.adapter, self.generator)
         if parts.adapter.family.inferred:
             setup.check_family(parts.model, parts.adapter)
@@ -227,7 +228,10 @@ class PolicyTrainer(RoundTrainer):
 
     def cut(self, found: Sequence[Rollout]) -> list[list[Rollout]]:
         """Pieces of rollouts that go through the model together, groups whole where the budgets allow."""
-        return plan(found, self.scorer.budget(self.model, found))
+        budget = self.scorer.budget(self.model, found)
+        pieces = plan(found, budget)
+        warn_of_large(pieces, budget, self._told_large)
+        return pieces
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

@@ -166,6 +166,7 @@ def test_a_table_and_a_picture_of_results(tmp_path: Path) -> None:
     assert (tmp_path / "scaling.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.distributed
 def test_the_command_compares_both_sides(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     command = [sys.executable, against_trl.__file__, "--out", str(tmp_path), "--tiny", "--repeats", "1", "w2"]

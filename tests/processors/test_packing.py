@@ -50,7 +50,7 @@ def test_every_token_is_predicted_from_the_one_before_it(case: Case, multiple: i
     assert batch.completion_ids[batch.completion_mask.bool()].tolist() == [i for c in completions for i in c]
     used = set(owners)
     assert batch.num_tokens == sum(prompts[i].num_tokens for i in used) + sum(len(c) - 1 for c in completions)
-    assert batch.num_places == ids.numel() == -(-batch.num_tokens // (multiple or 1)) * (multiple or 1)
+    assert batch.num_positions == ids.numel() == -(-batch.num_tokens // (multiple or 1)) * (multiple or 1)
     assert ids[batch.num_tokens :].tolist() == [0] * (ids.numel() - batch.num_tokens)
 
 

@@ -374,7 +374,7 @@ def run_bench(script: Path, waits: tuple[float, float], out: Path) -> BenchRepor
     return run_sides(sides, seeds=(0, 1, 2), out=out)
 
 
-@pytest.mark.slow
+@pytest.mark.distributed
 def test_identical_sides_are_inside_run_to_run_variance(script: Path, tmp_path: Path) -> None:
     report = run_bench(script, (WAIT, WAIT), tmp_path / "out")
     assert report.comparison("time per step").verdict == INSIDE
@@ -412,7 +412,7 @@ def check_records(report: BenchReport, script: Path, out: Path) -> None:
     assert len(picture) > 10_000
 
 
-@pytest.mark.slow
+@pytest.mark.distributed
 def test_a_fifth_more_of_sleep_is_slower(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         f"{name}={sys.executable} {script} {{seed}} {wait} {{out}}" for name, wait in (("a", WAIT), ("b", 1.2 * WAIT))

@@ -15,7 +15,7 @@ from tiny_models import tiny
 from training_runs import gradients, make_trainer, relative_difference, rows
 from vlmroll import Rollout
 from vlmroll.modeling import numbers_of_a_patch
-from vlmroll.planning import Budget, deal, plan
+from vlmroll.planning import Budget, deal, plan, warn_of_large
 from vlmroll.types import Completion
 from vlmroll_processors import Join, JoinKind, Prompt, load_adapter
 
@@ -64,8 +64,7 @@ def test_pieces_are_inside_the_budgets_and_groups_stay_together(
         assert piece
         assert len(piece) <= completions
         seen = [r.prompt for r in piece]
-        distinct = list({id(p): p for p in seen}.values()) if shared else seen
-        rows = sum(len(p.forward_kwargs.get("pixels", ())) for p in distinct)
+        rows = sum(len(p.forward_kwargs.get("pixels", ())) for p in {id(p): p for p in seen}.values())
         fits = (most is None or tokens(piece, shared=shared) <= most) and (patches is None or rows <= patches)
         assert fits or len(piece) == 1
     sizes = Counter(id(r.prompt) for r in found)
@@ -86,19 +85,31 @@ def test_a_group_that_fits_is_never_cut() -> None:
 
 def test_a_rollout_over_the_budget_goes_alone_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
     found = [rollout(prompt_of(9, 5, 0), 6), rollout(prompt_of(2, 0, 1), 1)]
+    budget, told = Budget(completions=8, tokens=10, patch_size=4), set[int]()
+    pieces = plan(found, budget)
+    assert [len(piece) for piece in pieces] == [1, 1]
     with caplog.at_level(logging.WARNING):
-        assert [len(piece) for piece in plan(found, Budget(completions=8, tokens=10, patch_size=4))] == [1, 1]
+        for _ in range(2):
+            warn_of_large(pieces, budget, told)
+    assert len(caplog.records) == 1
     assert "row 3: one completion with its prompt is over the budget of a micro-batch (15 tokens, 5" in caplog.text
 
 
-@given(st.integers(0, 12), st.integers(1, 5))
-def test_pieces_are_dealt_evenly_and_in_order(count: int, steps: int) -> None:
-    pieces = [[rollout(prompt_of(1, 0, i), 1)] for i in range(count)]
+@given(st.lists(st.integers(1, 4), max_size=12), st.integers(1, 5))
+def test_pieces_are_dealt_evenly_and_in_order(lengths: list[int], steps: int) -> None:
+    pieces = [[rollout(prompt_of(1, 0, i), 1)] * n for i, n in enumerate(lengths)]
+    if sum(lengths) < steps:
+        with pytest.raises(ValueError, match=f"rollouts cannot fill {steps} micro-steps"):
+            deal(pieces, steps)
+        return
     dealt = deal(pieces, steps)
-    assert [piece for share in dealt for piece in share] == pieces
+    assert [r for share in dealt for piece in share for r in piece] == [r for piece in pieces for r in piece]
     sizes = [len(share) for share in dealt]
     assert len(sizes) == steps
+    assert min(sizes) > 0
     assert max(sizes) - min(sizes) <= 1
+    if len(pieces) >= steps:
+        assert [piece for share in dealt for piece in share] == pieces
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "llava", "idefics3"])

@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import Qwen3ForCausalLM
+from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM, Qwen3ForCausalLM
 
 from tiny_models import tiny
 from training_runs import ALGORITHMS, FAMILIES, gradients, make_trainer, relative_difference, rows
@@ -168,6 +169,85 @@ def test_a_bfloat16_model_whose_pictures_look_ahead_is_told_by_its_masks() -> No
     """The effect on a random tiny model is within what bfloat16 rounds away."""
     assert not shares(fresh("gemma3").bfloat16(), rollouts_of("gemma3"))
     assert shares(fresh("qwen2_5_vl").bfloat16(), rollouts_of("qwen2_5_vl"))
+
+
+def test_mixed_precision_shares(tmp_path: Path) -> None:
+    """Trials are in the weights' own precision, so that bfloat16 neither hides nor makes a difference."""
+    trainer = make_trainer("grpo", tmp_path, model="qwen2_5_vl", max_steps=1, bf16=True)
+    trainer.train()
+    assert isinstance(trainer.scorer.join(trainer.model, rollouts_of("qwen2_5_vl")), PackedBatch)
+
+
+def test_a_window_that_is_in_the_mask_alone_is_found_when_rows_reach_it() -> None:
+    sizes: dict[str, Any] = {"vocab_size": 400, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "moe_intermediate_size": 16, "num_experts": 2}
+    sizes |= {"shared_expert_intermediate_size": 16, "num_experts_per_tok": 1, "max_window_layers": 2}
+    torch.manual_seed(0)
+    model = Qwen2MoeForCausalLM(Qwen2MoeConfig(**sizes, use_sliding_window=True, sliding_window=16))
+
+    def rows_of(length: int) -> list[Rollout]:
+        prompt = Prompt(prompt_ids=tuple(range(100, 100 + length)), engine_ids=(1,))
+        completion = Completion(completion_ids=(7, 8, 9), logprobs=(0.0,) * 3, finish_reason="stop")
+        return [Rollout(prompt=prompt, completion=completion, row={}, row_id=0, group=0)] * 2
+
+    tried = sharing()
+
+    def applies(found: Sequence[Rollout]) -> bool:
+        with torch.no_grad():
+            return tried.applies(model, found, lambda inputs: policy_logprobs(model, inputs).logprobs)
+
+    assert applies(rows_of(6))
+    assert not applies(rows_of(40))
+
+
+def test_a_model_is_tried_again_when_the_first_siblings_come() -> None:
+    """A leak from one completion to the next, in which a lone rollout has no part."""
+    model, found, tried = fresh("text").eval(), rollouts_of("text"), sharing()
+    own = model.model.forward
+
+    def leaking(*args: Any, **kwargs: Any) -> Any:
+        output = own(*args, **kwargs)
+        output.last_hidden_state = output.last_hidden_state.cumsum(1)
+        return output
+
+    model.model.forward = leaking
+
+    def applies(some: Sequence[Rollout]) -> bool:
+        with torch.no_grad():
+            return tried.applies(model, some, lambda inputs: policy_logprobs(model, inputs).logprobs)
+
+    lone = [replace(found[0], completion=Completion(completion_ids=(5,), logprobs=(0.0,), finish_reason="stop"))]
+    assert applies(lone)
+    assert not applies(found[:2])
+    assert not applies(lone)
+
+
+def test_scores_that_are_no_numbers_are_no_agreement(caplog: pytest.LogCaptureFixture) -> None:
+    model, found = fresh("text"), rollouts_of("text")
+
+    def score(inputs: Any) -> torch.Tensor:
+        scores = policy_logprobs(model, inputs).logprobs.detach()
+        return scores * float("nan") if isinstance(inputs, PackedBatch) else scores
+
+    assert not sharing().applies(model, found, score)
+    assert "differ by nan" in caplog.text
+
+
+def test_errors_of_the_padded_path_are_not_taken_for_a_model_that_cannot_share() -> None:
+    def score(inputs: Any) -> torch.Tensor:
+        raise ValueError("row 7 is broken")
+
+    with pytest.raises(ValueError, match="row 7"):
+        sharing().applies(fresh("text"), rollouts_of("text"), score)
+
+
+def test_training_follows_scoring_in_inference_mode() -> None:
+    model, found = fresh("text"), rollouts_of("text", (2, 9, 4))
+    switch_on(model)
+    packed = join_rollouts(found, pad_token_id=0, device="cpu", packed=True)
+    with torch.inference_mode():
+        policy_logprobs(model, packed)
+    policy_logprobs(model, packed).logprobs.sum().backward()
 
 
 def test_masks_are_read() -> None:
