@@ -11,6 +11,7 @@ those that pixels give, and where they differ the model gets its pixels as befor
 """
 
 import hashlib
+import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from vlmroll_processors.types import JOINED_ON
 
 logger = logging.getLogger(__name__)
 OUTPUTS = "mm_encoder_outputs"
+_STATES = 8  # of weights for which output is kept: an adapter of the tower makes a new one in each step
 # What a model that is not built as expected raises in the first comparison.
 _REFUSALS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -89,6 +91,7 @@ class VisionFeatures:
         self._exact: WeakKeyDictionary[Any, dict[frozenset[str], bool]] = WeakKeyDictionary()
         self._states: WeakKeyDictionary[Any, WeightState] = WeakKeyDictionary()
         self._places: dict[WeightState, int] = {}
+        self._numbers = itertools.count()
 
     def clear(self) -> None:
         """Let go of everything that is kept."""
@@ -156,8 +159,13 @@ class VisionFeatures:
             return None
         if state not in self._places:
             alike = (other for other, its in self._states.items() if its in self._places and tower.equals(other, its))
-            self._places[state] = next((self._places[self._states[other]] for other in alike), len(self._places))
+            number = next((self._places[self._states[other]] for other in alike), next(self._numbers))
+            self._places[state] = number
         self._states[tower.base] = state
+        while len(self._places) > _STATES:
+            oldest = self._places.pop(next(iter(self._places)))
+            if oldest not in self._places.values():
+                self._kept.drop(oldest)
         return self._places[state]
 
     def _is_exact(self, tower: Tower, kinds: frozenset[str], prompts: Sequence[Prompt]) -> bool:
@@ -218,6 +226,11 @@ class Kept:
         while self._size > self.limit:
             _, left = self._outputs.popitem(last=False)
             self._size -= left.nbytes
+
+    def drop(self, place: int) -> None:
+        """Let go of what was made with one state of the weights."""
+        for key in [key for key in self._outputs if key[0] == place]:
+            self._size -= self._outputs.pop(key).nbytes
 
     def clear(self) -> None:
         """Let go of all."""

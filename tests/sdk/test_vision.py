@@ -439,6 +439,17 @@ def test_what_is_kept_has_a_bound() -> None:
         VisionFeatures(keep=-1)
 
 
+def test_what_weights_of_long_ago_made_is_let_go() -> None:
+    name, model = "qwen2_5_vl", trained("qwen2_5_vl", tower=False)
+    vision, runs = VisionFeatures(), Runs(model)
+    for _ in range(20):
+        write_data(model)
+        passes(vision, runs, name, model, prompts(name)[:1])
+    assert len(vision._places) <= 8  # pyright: ignore[reportPrivateUsage]
+    kept = vision._kept._outputs  # pyright: ignore[reportPrivateUsage]
+    assert 0 < len(kept) <= 8
+
+
 def test_autocast_and_float32_are_kept_apart() -> None:
     name, model = "gemma3", trained("gemma3", tower=False)
     owners, vision = [prompts(name)[1]] * 2, VisionFeatures()
