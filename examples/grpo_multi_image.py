@@ -31,6 +31,7 @@ def main() -> None:
         logging_steps=10,
         save_strategy="no",
         report_to="none",
+        share_prompts=not args.dense,
         **GENERATORS[args.generator],
     )
     trainer = GRPOTrainer(

@@ -84,6 +84,7 @@ def main() -> None:
         logging_steps=10,
         save_strategy="no",
         report_to="none",
+        share_prompts=not args.dense,
         **GENERATORS[args.generator],
     )
     evaluation = rows[:16] if isinstance(rows, list) else rows.select(range(16))

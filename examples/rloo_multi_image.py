@@ -32,6 +32,7 @@ def main() -> None:
         logging_steps=10,
         save_strategy="no",
         report_to="none",
+        share_prompts=not args.dense,
         **GENERATORS[args.generator],
     )
     trainer = RLOOTrainer(

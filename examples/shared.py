@@ -32,6 +32,7 @@ def parse_options(
     parser.add_argument("--output-dir", default=output_dir, help="where logs and checkpoints go")
     if choose_generator:
         parser.add_argument("--generator", choices=GENERATORS, default="transformers", help="what generates")
+        parser.add_argument("--dense", action="store_true", help="run prompts again for each completion, to compare")
     return parser
 
 
