@@ -1,6 +1,5 @@
 """A model's vision tower as a function from pixels to features: what it eats, whether it is frozen, how to divide."""
 
-import hashlib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,11 +8,12 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from vlmroll.frozen import Part, WeightState
+
 Tensors = Mapping[str, torch.Tensor]
-WeightState = bytes
-"""Digest of what a tower's output depends on beside its pixels; equal states give equal outputs."""
 
 _KINDS = ("image", "video")
+_SHARE = 16
 _CHANCE = ("dropout", "drop_prob", "drop_path")
 # Fields of an output that no language model reads when there is a pooled one.
 _INSIDE = ("last_hidden_state", "hidden_states", "attentions")
@@ -210,59 +210,28 @@ class Tower:
                 return False
         return True
 
-    def _weights(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers that the features may depend on: all but the language model's."""
-        return {
-            f"{prefix}.{name}": tensor
-            for prefix, module in self._modules()
-            for held in (module._parameters, module._buffers)  # pyright: ignore[reportPrivateUsage]
-            for name, tensor in held.items()
-            if tensor is not None
-        }
+    def part(self, name: str = "") -> Part:
+        """A module of the vision side with what it holds, by its name in the backbone; without a name all of them."""
+        inside = [each for each in self._modules() if not name or f"{each[0]}.".startswith(f"{name}.")]
+        return Part(name, inside)
 
-    def _switches(self) -> list[str]:
-        """Which adapters are on, and how strongly."""
-        return [
-            repr((name, key, value))
-            for name, module in self._modules()
-            for key, value in vars(module).items()
-            if "adapter" in key or key == "scaling"
-        ]
+    def trunk(self) -> Part | None:
+        """The largest module that is frozen, if it holds a sixteenth of the vision side's weights, else None."""
+        modules = self._modules()
+        total = sum(weight.numel() for _, module in modules for weight in module.parameters(recurse=False))
+        sizes: dict[str, int] = {}
+        for name, module in modules:
+            weights = list(module.parameters())
+            size = sum(weight.numel() for weight in weights)
+            if any(weight.requires_grad for weight in weights) or size < max(1, total // _SHARE):
+                continue
+            if not any(id(inner) in self._text for inner in module.modules()):
+                sizes[name] = size
+        # The outer of two that hold the same comes first.
+        return self.part(max(sizes, key=sizes.__getitem__)) if sizes else None
 
-    def state(self) -> WeightState | None:
-        """A digest of what the output depends on beside the pixels; None while some of it is trained.
-
-        It is made of each weight's address, number of changes and sum of bits, since changes through `.data` are not
-        counted; of the adapters that are on; and of autocast.
-        """
-        weights = self._weights()
-        if not weights or any(weight.requires_grad or weight.is_meta for weight in weights.values()):
-            return None
-        local = [cast("Any", w).to_local() if hasattr(w, "to_local") else w for w in weights.values()]
-        facts = [(w.data_ptr(), w._version, w.dtype, tuple(w.shape)) for w in local]
-        kind = self.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        everything = (list(weights), facts, _bits(local), self._switches(), autocast)
-        return hashlib.sha256(repr(everything).encode()).digest()
-
-    def equals(self, base: Any, state: WeightState) -> bool:
-        """Whether another model's tower, if it is in a state still, is this one's twin."""
+    def equals(self, base: Any, name: str, state: WeightState) -> bool:
+        """Whether a part of another model, if it is in a state still, is the twin of this one's."""
         if type(base) is not type(self.base) or base.config.to_dict() != self.base.config.to_dict():
             return False
-        other = Tower(base)
-        mine, its = self._weights(), other._weights()
-        if mine.keys() != its.keys() or other._switches() != self._switches() or other.state() != state:
-            return False
-        return all(weight.equal(its[name].to(weight.device)) for name, weight in mine.items())
-
-
-def _bits(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """A sum over the bits of each tensor, in words of 8 bytes: fast enough to be taken before each pass."""
-    sums: list[torch.Tensor] = []
-    for tensor in tensors:
-        data = tensor.detach().contiguous().flatten().view(torch.uint8)
-        data = data.clone() if data.storage_offset() % 8 else data
-        words = len(data) // 8 * 8
-        total = data[:words].view(torch.int64).sum() + data[words:].sum()
-        sums.append(total.to(sums[0].device if sums else total.device))
-    return torch.stack(sums).tolist()
+        return self.part(name).equals(Tower(base).part(name), state)

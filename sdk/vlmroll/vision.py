@@ -3,7 +3,8 @@
 The siblings of a group share their pictures, and several prompts may show the same one. `VisionFeatures` runs the tower
 on the distinct ones and hands its output to the model in place of pixels, repeated as the prompts ask for it; a
 gradient sums over the repeats. A frozen tower's output is kept and serves later passes too, also those of a frozen copy
-of the model, until a weight changes.
+of the model, until a weight changes. Where a frozen tower feeds a projector that is trained, the output of the tower
+itself is kept in the same way, and each pass runs the projector alone.
 
 Models are taken at their word: what the tower eats is the signature of `get_image_features`, and how its output is
 divided follows from how many features each picture brings. On first use the language model's inputs are compared with
@@ -13,7 +14,6 @@ those that pixels give, and where they differ the model gets its pixels as befor
 import hashlib
 import itertools
 import logging
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -21,8 +21,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from vlmroll.frozen import Kept, Part, WeightState, remembered
 from vlmroll.modeling import eval_mode
-from vlmroll.towers import Output, Tower, WeightState
+from vlmroll.towers import Output, Tower
 from vlmroll_processors import Join, JoinKind, Prompt, collate
 from vlmroll_processors.collate import pad_and_cat
 from vlmroll_processors.types import JOINED_ON
@@ -88,8 +89,8 @@ class VisionFeatures:
             raise ValueError(f"keep is a number of bytes, got {keep}")
         self._kept = Kept(keep)
         self._shown: WeakKeyDictionary[Prompt, tuple[Shown, ...]] = WeakKeyDictionary()
-        self._exact: WeakKeyDictionary[Any, dict[frozenset[str], bool]] = WeakKeyDictionary()
-        self._states: WeakKeyDictionary[Any, WeightState] = WeakKeyDictionary()
+        self._exact: WeakKeyDictionary[Any, dict[tuple[frozenset[str], str], bool]] = WeakKeyDictionary()
+        self._states: WeakKeyDictionary[Any, dict[str, WeightState]] = WeakKeyDictionary()
         self._places: dict[WeightState, int] = {}
         self._numbers = itertools.count()
 
@@ -120,66 +121,96 @@ class VisionFeatures:
         media = self._by_kind(tower, prompts)
         if sum(map(len, media.values())) != number or not tower.is_steady():
             return dict(kwargs)
-        if not self._is_exact(tower, frozenset(media), prompts):
+        trunk = self._trunk(tower)
+        if trunk is not None and not self._is_exact(tower, frozenset(media), prompts, trunk):
+            trunk = None
+        if trunk is None and not self._is_exact(tower, frozenset(media), prompts, None):
             return dict(kwargs)
-        return self._replaced(tower, media, kwargs)
+        return self._replaced(tower, media, kwargs, trunk)
 
     def _of(self, prompt: Prompt) -> tuple[Shown, ...]:
         if prompt not in self._shown:
             self._shown[prompt] = shown_by(prompt)
         return self._shown[prompt]
 
-    def _replaced(
-        self, tower: Tower, kinds: Mapping[str, Sequence[Shown]], kwargs: Mapping[str, torch.Tensor]
-    ) -> dict[str, Any]:
-        place = self._place(tower)
-        eaten = {name for kind in kinds for name in tower.eats(kind)}
-        outputs = {kind: self._features(tower, kind, media, place) for kind, media in kinds.items()}
-        return {name: value for name, value in kwargs.items() if name not in eaten} | {OUTPUTS: outputs}
+    def _trunk(self, tower: Tower) -> Part | None:
+        """The frozen part whose output is kept by itself: beside trained ones, here or in another model."""
+        if not self._kept.limit:
+            return None
+        if not tower.part().is_frozen():
+            return tower.trunk()
+        names = dict.fromkeys(name for states in self._states.values() for name in states if name)
+        return next((part for part in map(tower.part, names) if part.is_frozen()), None)
 
-    def _features(self, tower: Tower, kind: str, media: Sequence[Shown], place: int | None) -> Any:
-        """The tower's output for media of a kind, in their order."""
-        distinct = {medium.key: medium for medium in media}
-        found = {key: self._kept.get((place, key)) for key in distinct} if place is not None else {}
-        missing = [medium for key, medium in distinct.items() if found.get(key) is None]
-        if missing:
-            made = tower.run(
-                kind, _joined(missing), [medium.num_features for medium in missing], frozen=place is not None
-            )
+    def _replaced(
+        self,
+        tower: Tower,
+        kinds: Mapping[str, Sequence[Shown]],
+        kwargs: Mapping[str, torch.Tensor],
+        trunk: Part | None,
+    ) -> dict[str, Any]:
+        place = self._place(tower, tower.part())
+        eaten = {name for kind in kinds for name in tower.eats(kind)}
+        outputs: dict[str, Any] = {}
+        for kind, media in kinds.items():
+            distinct = {medium.key: medium for medium in media}
+            found = {key: self._kept.get((place, key)) for key in distinct} if place is not None else {}
+            missing = [medium for key, medium in distinct.items() if found.get(key) is None]
+            made = self._made(tower, kind, missing, trunk, frozen=place is not None) if missing else []
             for medium, output in zip(missing, made, strict=True):
                 found[medium.key] = output
                 if place is not None:
                     self._kept.put((place, medium.key), output)
-        return Output.joined([cast("Output", found[medium.key]) for medium in media])
+            outputs[kind] = Output.joined([cast("Output", found[medium.key]) for medium in media])
+        return {name: value for name, value in kwargs.items() if name not in eaten} | {OUTPUTS: outputs}
 
-    def _place(self, tower: Tower) -> int | None:
-        """The number under which output of the tower, as its weights are now, is kept; None while it trains."""
-        state = tower.state() if self._kept.limit else None
+    def _made(
+        self, tower: Tower, kind: str, media: Sequence[Shown], trunk: Part | None, *, frozen: bool
+    ) -> list[Output]:
+        """The tower's output for distinct media of a kind: all at once, or one by one around what the trunk gave."""
+        place = None if trunk is None else self._place(tower, trunk)
+        if trunk is None or place is None:
+            return tower.run(kind, _joined(media), [medium.num_features for medium in media], frozen=frozen)
+        found: list[Output] = []
+        for medium in media:
+            with remembered(trunk.module, self._kept, (place, medium.key)):
+                found += tower.run(kind, medium.kwargs, [medium.num_features], frozen=frozen)
+        return found
+
+    def _place(self, tower: Tower, part: Part) -> int | None:
+        """The number under which output of a part, as its weights are now, is kept; None while it trains."""
+        state = part.state(tower.device) if self._kept.limit else None
         if state is None:
             return None
-        if state not in self._places:
-            alike = (other for other, its in self._states.items() if its in self._places and tower.equals(other, its))
-            number = next((self._places[self._states[other]] for other in alike), next(self._numbers))
-            self._places[state] = number
-        self._states[tower.base] = state
+        # What was used last stands last, so that a state which stays outlives those of a part that changes.
+        number = self._places.pop(state, None)
+        if number is None:
+            known = [(other, states[part.name]) for other, states in self._states.items() if part.name in states]
+            alike = (its for other, its in known if its in self._places and tower.equals(other, part.name, its))
+            number = next((self._places[its] for its in alike), None)
+        self._places[state] = next(self._numbers) if number is None else number
+        self._states.setdefault(tower.base, {})[part.name] = state
         while len(self._places) > _STATES:
             oldest = self._places.pop(next(iter(self._places)))
             if oldest not in self._places.values():
                 self._kept.drop(oldest)
         return self._places[state]
 
-    def _is_exact(self, tower: Tower, kinds: frozenset[str], prompts: Sequence[Prompt]) -> bool:
+    def _is_exact(self, tower: Tower, kinds: frozenset[str], prompts: Sequence[Prompt], trunk: Part | None) -> bool:
         """Whether the model takes the tower's output as well as pixels; found out on first use."""
         known = self._exact.setdefault(tower.base, {})
-        if kinds not in known:
-            reason = self._compare(tower, kinds, prompts)
-            known[kinds] = not reason
+        use = (kinds, trunk.name if trunk else "")
+        if use not in known:
+            reason = self._compare(tower, kinds, prompts, trunk)
+            known[use] = not reason
             if reason:
-                name = type(tower.base).__name__
-                logger.warning("the vision tower of %s runs for each row, not once for each picture: %s", name, reason)
-        return known[kinds]
+                what = f"{type(tower.base).__name__} runs " + (
+                    "in each pass, though it is frozen" if trunk else "for each row, not once for each picture"
+                )
+                logger.warning("the vision tower of %s: %s", what, reason)
+        return known[use]
 
-    def _compare(self, tower: Tower, kinds: frozenset[str], prompts: Sequence[Prompt]) -> str:
+    def _compare(self, tower: Tower, kinds: frozenset[str], prompts: Sequence[Prompt], trunk: Part | None) -> str:
         """Compare what the language model is given for two of each of the richest prompts; what is wrong, or ""."""
 
         def count(prompt: Prompt, kind: str) -> int:
@@ -188,14 +219,15 @@ class VisionFeatures:
         richest = [max(prompts, key=lambda prompt: count(prompt, kind)) for kind in sorted(kinds)] * 2
         batch = collate(richest, pad_token_id=0)
         plain = {name: value.to(tower.device) for name, value in batch.model_inputs(dtype=tower.dtype).items()}
-        media = self._by_kind(tower, richest)
+        media, passes = self._by_kind(tower, richest), 2 if trunk else 1
         try:
             with eval_mode(tower.base), torch.no_grad(), torch.autocast(tower.device.type, enabled=False):
                 expected = tower.given_to_decoder(plain)
-                found = tower.given_to_decoder(self._replaced(tower, media, plain))
+                # A trunk runs in the first of two passes; in the second its output is found.
+                found = [tower.given_to_decoder(self._replaced(tower, media, plain, trunk)) for _ in range(passes)]
         except _REFUSALS as error:
             return f"{type(error).__name__}: {error}"
-        difference = _difference(found, expected)
+        difference = max(_difference(given, expected) for given in found)
         fits = difference <= max(1e-4, 8 * torch.finfo(tower.dtype).eps)
         return "" if fits else f"the features differ by {difference:.2g}"
 
@@ -203,39 +235,6 @@ class VisionFeatures:
         shown = [medium for prompt in prompts for medium in self._of(prompt)]
         found = {kind: [medium for medium in shown if name in medium.kwargs] for kind, name in tower.pixels.items()}
         return {kind: media for kind, media in found.items() if media}
-
-
-class Kept:
-    """Outputs by key; above a number of bytes those leave that were used longest ago."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._outputs: OrderedDict[Any, Output] = OrderedDict()
-        self._size = 0
-
-    def get(self, key: Any) -> Output | None:
-        """What is kept under a key."""
-        if key in self._outputs:
-            self._outputs.move_to_end(key)
-        return self._outputs.get(key)
-
-    def put(self, key: Any, output: Output) -> None:
-        """Keep an output that is not kept yet."""
-        self._outputs[key] = output
-        self._size += output.nbytes
-        while self._size > self.limit:
-            _, left = self._outputs.popitem(last=False)
-            self._size -= left.nbytes
-
-    def drop(self, place: int) -> None:
-        """Let go of what was made with one state of the weights."""
-        for key in [key for key in self._outputs if key[0] == place]:
-            self._size -= self._outputs.pop(key).nbytes
-
-    def clear(self) -> None:
-        """Let go of all."""
-        self._outputs.clear()
-        self._size = 0
 
 
 def _joined(media: Sequence[Shown]) -> dict[str, torch.Tensor]:

@@ -1,10 +1,12 @@
 """The vision tower's output in place of pixels, against the model's own way with pixels, for every family."""
 
+import contextlib
 import copy
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import nn
 
 from tiny_models import QWEN_FAMILIES, picture, tiny, user
 from training_runs import FAMILIES, rows
+from vlmroll.modeling import freeze_vision_tower
 from vlmroll.scoring import head_of, policy_logprobs
 from vlmroll.towers import Output, Tower
 from vlmroll.vision import VisionFeatures, shown_by
@@ -21,6 +24,8 @@ from vlmroll_processors import PaddedBatch, Prompt, collate, load_adapter
 from vlmroll_processors.adapter import FamilyAdapter
 
 PIXELS_ONLY = {"mllama": "its pictures enter by cross-attention, and its forward takes no encoded ones"}
+WHOLE = (*QWEN_FAMILIES, "glm4v", "glm46v")
+"""Families whose projector is a part of the tower."""
 TAKING = tuple(name for name in FAMILIES if name not in PIXELS_ONLY)
 families = pytest.mark.parametrize("name", TAKING)
 TAILS = ((270, 280, 12), (290,), (300, 301, 302, 40, 41), (17, 17), (33, 34, 35, 36), (50, 51), (44,))
@@ -60,7 +65,7 @@ def base_of(model: Any) -> Any:
 
 
 class Runs:
-    """Counts what goes into the tower: into its first layer that has weights of its own."""
+    """Counts what goes into the tower: into its first layer that has weights, and no layers inside."""
 
     def __init__(self, model: Any) -> None:
         self.values, self.calls = 0, 0
@@ -69,7 +74,7 @@ class Runs:
         around = {module for module in base.modules() if base.get_decoder() in module.modules()}
         self.first: nn.Module | None = None
         for module in base.modules():
-            if module in text | around or not list(module.parameters(recurse=False)):
+            if module in text | around or list(module.children()) or not list(module.parameters()):
                 continue
             module.register_forward_pre_hook(self._note, with_kwargs=True)
 
@@ -478,6 +483,213 @@ def test_a_model_in_bfloat16() -> None:
         found, expected = (states_and_gradients(model, batch, dict(each))[0].float() for each in (inputs, plain))
     assert "mm_encoder_outputs" in inputs
     assert float((found - expected).norm() / expected.norm()) < 0.02
+
+
+# A frozen tower before a projector that is trained.
+
+
+def half_trained(name: str) -> Any:
+    """As `freeze_vision_tower` has it: what stands between the tower and the language model goes on learning."""
+    model = trained(name)
+    freeze_vision_tower(model, adapter(name).family.vision_modules)
+    return model
+
+
+def rest_of(model: Any) -> list[nn.Parameter]:
+    """The vision side's parameters that are trained."""
+    base = base_of(model)
+    text = {id(p) for part in (base.get_decoder(), base.get_input_embeddings()) for p in part.parameters()}
+    text |= {id(parameter) for parameter in base.get_output_embeddings().parameters()}
+    return [parameter for parameter in base.parameters() if parameter.requires_grad and id(parameter) not in text]
+
+
+def inside(model: Any) -> str:
+    """The name of a matrix of the frozen tower beside a trained projector."""
+    trunk = Tower(base_of(model)).trunk()
+    assert trunk is not None
+    held = {id(weight) for weight in trunk.module.parameters() if weight.dim() == 2}
+    return next(name for name, parameter in base_of(model).named_parameters() if id(parameter) in held)
+
+
+PROJECTED = tuple(name for name in TAKING if name not in WHOLE)
+projected = pytest.mark.parametrize("name", PROJECTED)
+
+
+@families
+def test_families_whose_projector_stands_apart(name: str) -> None:
+    assert bool(rest_of(half_trained(name))) == (name in PROJECTED)
+
+
+@projected
+def test_a_frozen_tower_runs_once_while_the_projector_learns(name: str) -> None:
+    model, owners, vision = half_trained(name), [prompts(name)[i] for i in ORDER], VisionFeatures()
+    runs, batch = Runs(model), batch_of(name, owners)
+    with torch.inference_mode():
+        assert passes(vision, runs, name, model, owners)
+    for _ in range(2):
+        found: list[Any] = []
+        plain = batch.model_inputs(dtype=torch.float32)
+        assert not runs.during(lambda found=found, plain=plain: found.append(vision.inputs(model, owners, plain)))
+        shared = states_and_gradients(model, batch, found[0])
+        assert_close(shared, states_and_gradients(model, batch, plain))
+        learned = {id(p) for n, p in model.named_parameters() if n in shared[1] and float(shared[1][n].norm()) > 0}
+        assert learned & {id(parameter) for parameter in rest_of(model)}
+        torch.optim.SGD([parameter for parameter in rest_of(model) if parameter.grad is not None], lr=0.1).step()
+    assert not passes(vision, runs, name, model, prompts(name)[:1] + prompts(name)[4:])
+    with torch.no_grad():
+        model.get_parameter(inside(model)).data.mul_(1.1)
+    assert passes(vision, runs, name, model, owners)
+    compare(vision, name, model, owners)
+    assert not passes(vision, runs, name, model, owners)
+
+
+@projected
+def test_a_reference_finds_what_the_tower_gave_the_policy(name: str) -> None:
+    policy = half_trained(name)
+    reference = copy.deepcopy(policy).eval().requires_grad_(False)
+    with torch.no_grad():
+        for parameter in rest_of(policy):
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    owners, vision = [prompts(name)[i] for i in ORDER], VisionFeatures()
+    runs, plain = Runs(reference), batch_of(name, owners).model_inputs(dtype=torch.float32)
+    vision.inputs(policy, owners[:1], batch_of(name, owners[:1]).model_inputs(dtype=torch.float32))
+    vision.inputs(reference, owners[:1], batch_of(name, owners[:1]).model_inputs(dtype=torch.float32))  # compares
+    vision.inputs(policy, owners, plain)
+    assert not passes(vision, runs, name, reference, owners)
+    compare(vision, name, reference, owners)
+    compare(vision, name, policy, owners)
+    with torch.no_grad():
+        reference.get_parameter(inside(policy)).mul_(1.1)
+    assert passes(vision, runs, name, reference, owners)
+    compare(vision, name, reference, owners)
+    compare(vision, name, policy, owners)
+
+
+def kept_bytes(vision: VisionFeatures) -> int:
+    return vision._kept._size  # pyright: ignore[reportPrivateUsage]
+
+
+def test_of_a_tower_only_what_the_projector_reads_is_kept() -> None:
+    """Llava's tower gives the states of all layers, and its projector reads one."""
+    name, model, vision = "llava", half_trained("llava"), VisionFeatures()
+    compare(vision, name, model, prompts(name)[:1])
+    plain = batch_of(name, prompts(name)[:1]).model_inputs(dtype=torch.float32)
+    with torch.no_grad():
+        states = model.model.vision_tower(plain["pixel_values"], output_hidden_states=True).hidden_states
+    assert len(states) > 2
+    assert kept_bytes(vision) == states[0].nbytes
+
+
+def test_what_is_kept_of_a_tower_alone_has_a_bound() -> None:
+    name, model = "llava", half_trained("llava")
+    for keep, again in ((0, True), (10, True), (2**20, False)):
+        vision, runs = VisionFeatures(keep=keep), Runs(model)
+        passes(vision, runs, name, model, prompts(name)[:1])
+        assert bool(passes(vision, runs, name, model, prompts(name)[:1])) == again
+        assert kept_bytes(vision) <= keep
+        compare(vision, name, model, prompts(name)[:1])
+
+
+def test_a_tower_alone_with_autocast_and_gradient_checkpointing() -> None:
+    name, model, vision = "gemma3", half_trained("gemma3"), VisionFeatures()
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    owners, runs = [prompts(name)[1]] * 2, Runs(model)
+    compare(vision, name, model, owners)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert passes(vision, runs, name, model, owners)
+        assert not passes(vision, runs, name, model, owners)
+    assert not passes(vision, runs, name, model, owners)
+    compare(vision, name, model, owners)
+
+
+def test_what_is_trained_before_a_frozen_part_gets_its_gradient() -> None:
+    name, model, vision = "gemma3", half_trained("gemma3"), VisionFeatures()
+    embeddings = model.model.vision_tower.embeddings.requires_grad_(True)
+    owners = [prompts(name)[1]] * 2
+    for _ in range(2):
+        compare(vision, name, model, owners)
+        assert float(embeddings.patch_embedding.weight.grad.norm()) > 0
+        torch.optim.SGD(embeddings.parameters(), lr=0.1).step()
+        with torch.no_grad():
+            compare(vision, name, model, owners)
+
+
+def test_a_frozen_part_that_is_not_called_runs_as_before(caplog: pytest.LogCaptureFixture) -> None:
+    """The layers of Qwen's tower stand in a list, and its merger is trained."""
+    name, model, vision = "qwen2_5_vl", half_trained("qwen2_5_vl"), VisionFeatures()
+    model.model.visual.merger.requires_grad_(True)
+    owners, runs = [prompts(name)[i] for i in ORDER], Runs(model)
+    with caplog.at_level(logging.WARNING, "vlmroll"):
+        compare(vision, name, model, owners)
+    (message,) = [record.message for record in caplog.records if record.name == "vlmroll.vision"]
+    assert "in each pass, though it is frozen: ValueError: the frozen part is not called" in message
+    assert passes(vision, runs, name, model, owners)
+    assert "forward" not in vars(model.model.visual.blocks)
+
+
+def write_into(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    args[0].add_(1)
+
+
+def written_over(projector: nn.Module) -> None:
+    projector.register_forward_pre_hook(write_into)
+
+
+def strange(tower: nn.Module) -> None:
+    forward = tower.forward
+    tower.forward = lambda *args, **kwargs: SimpleNamespace(**forward(*args, **kwargs))
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "reason"),
+    [
+        ("multi_modal_projector", written_over, "the features differ by"),
+        ("vision_tower", strange, "ValueError: the frozen part returns a SimpleNamespace, which cannot be kept"),
+    ],
+)
+def test_a_tower_whose_output_cannot_be_kept_runs_as_before(
+    part: str, change: Callable[[nn.Module], None], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, model, vision = "gemma3", half_trained("gemma3"), VisionFeatures()
+    change(getattr(model.model, part))
+    owners, runs = [prompts(name)[i] for i in ORDER], Runs(model)
+    plain = batch_of(name, owners).model_inputs(dtype=torch.float32)
+    with caplog.at_level(logging.WARNING, "vlmroll"):
+        vision.inputs(model, owners, plain)
+    assert reason in caplog.records[0].message
+    assert "in each pass, though it is frozen" in caplog.records[0].message
+    assert passes(vision, runs, name, model, owners)
+    if part == "multi_modal_projector":
+        compare(vision, name, model, owners)
+
+
+def test_the_forward_of_a_frozen_part_is_its_own_again() -> None:
+    name, model, vision = "gemma3", half_trained("gemma3"), VisionFeatures()
+    compare(vision, name, model, prompts(name)[:1])
+    assert "forward" not in vars(model.model.vision_tower)
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return type(model.model.vision_tower).forward(model.model.vision_tower, *args, **kwargs)
+
+    model.model.vision_tower.forward = patched
+    compare(vision, name, model, prompts(name)[1:2])
+    assert model.model.vision_tower.forward is patched
+
+
+def test_a_projector_trained_beside_an_adapter() -> None:
+    name = "gemma3"
+    config = LoraConfig(r=4, target_modules=r".*language_model.*q_proj", modules_to_save=["multi_modal_projector"])
+    model = get_peft_model(copy.deepcopy(tiny(name).model), config).train()
+    owners, runs, vision = [prompts(name)[i] for i in ORDER], Runs(model), VisionFeatures()
+    for step_number in range(12):  # more than the states that are kept
+        for reference in (False, True):
+            with model.disable_adapter() if reference else contextlib.nullcontext():
+                if step_number:
+                    assert not passes(vision, runs, name, model, owners)
+                compare(vision, name, model, owners)
+        model.set_adapter("default")
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1).step()
 
 
 # Adapters.
