@@ -3,6 +3,7 @@
 import copy
 import gc
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from transformers import TrainerCallback
 
 from tiny_models import VISION_FAMILIES, mixed_rows, tiny, user
 from vlmroll import GRPOConfig, GRPOTrainer, PolicyTrainer, RLOOConfig, RLOOTrainer
+from vlmroll_processors import Prompt, load_adapter
+from vlmroll_processors.adapter import FamilyAdapter
 
 # Every run ends with a full garbage collection: 0.4 s of its 0.5 s, spent on what the imports left behind.
 gc.freeze()
@@ -40,6 +43,19 @@ def rows(count: int, name: str = "qwen2_5_vl") -> list[dict[str, Any]]:
     kinds = mixed_rows()
     kinds = [kinds[0], kinds[1], kinds[3]] if name.startswith("paligemma") else kinds
     return [{**kinds[i % len(kinds)], "n": i} for i in range(count)]
+
+
+@cache
+def adapter(name: str) -> FamilyAdapter:
+    """The adapter of a family's tiny model."""
+    made = tiny(name)
+    return load_adapter(made.processor, config=made.model.config)
+
+
+@cache
+def prompts(name: str) -> tuple[Prompt, ...]:
+    """Of `rows`: 1, 3, 0 and 2 pictures; of PaliGemma 1, 3, 2 and 1, the last prompt being the first."""
+    return tuple(adapter(name).encode(rows(4, name)))
 
 
 def make_trainer(

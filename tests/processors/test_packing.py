@@ -1,7 +1,6 @@
 """Packed rows: every token of every prompt and completion once, with the positions that the padded row gives it."""
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import pytest
@@ -9,18 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiny_models import tiny
-from training_runs import FAMILIES, rows
-from vlmroll_processors import PackedBatch, Prompt, collate, load_adapter, pack
+from training_runs import FAMILIES, prompts
+from vlmroll_processors import PackedBatch, Prompt, collate, pack
 
 Case = tuple[list[int], list[list[int]]]
-
-
-@cache
-def prompts_of(name: str) -> tuple[Prompt, ...]:
-    """Rows with 1, 3, 0 and 2 pictures, where the family takes them."""
-    made = tiny(name)
-    return tuple(load_adapter(made.processor, config=made.model.config).encode(rows(4, name)))
 
 
 def text(length: int) -> Prompt:
@@ -69,15 +60,15 @@ def test_the_layout_gives_lengths_of_prompts_and_completions() -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_token_has_the_inputs_that_it_has_in_a_padded_row(name: str) -> None:
     """Per-token kwargs against `collate`, row by row; pixels of a prompt are there once."""
-    prompts = [prompt for prompt in prompts_of(name) for _ in range(2)]
-    completions: list[Sequence[int]] = [[40 + i] * (1 + i % 3) for i in range(len(prompts))]
-    batch = pack(prompts, completions, pad_token_id=0)
+    owners = [prompt for prompt in prompts(name) for _ in range(2)]
+    completions: list[Sequence[int]] = [[40 + i] * (1 + i % 3) for i in range(len(owners))]
+    batch = pack(owners, completions, pad_token_id=0)
     start = 0
     firsts: dict[int, int] = {}
     for piece in batch.pieces:
         alone = collate(piece.prompts, pad_token_id=0).pieces
         for prompt in piece.prompts:
-            members = [i for i, other in enumerate(prompts) if other is prompt]
+            members = [i for i, other in enumerate(owners) if other is prompt]
             firsts[id(prompt)], at = start, start + prompt.num_tokens
             for i in members:
                 (padded,) = collate([prompt], [completions[i]], pad_token_id=0).pieces
@@ -88,7 +79,7 @@ def test_a_token_has_the_inputs_that_it_has_in_a_padded_row(name: str) -> None:
             start = at
         names = {name for part in alone for name in part.forward_kwargs}
         assert piece.forward_kwargs.keys() == names
-    assert firsts.keys() == {id(prompt) for prompt in prompts}
+    assert firsts.keys() == {id(prompt) for prompt in owners}
 
 
 def offset(batch: PackedBatch, piece: Any) -> int:

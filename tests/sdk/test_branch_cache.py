@@ -17,14 +17,13 @@ from transformers import DynamicCache
 
 from tiny_families.base import randomise
 from tiny_models import VISION_FAMILIES, tiny, user
-from training_runs import rows
+from training_runs import adapter, rows
 from vlmroll.attention import NotShareable, in_place_of
 from vlmroll.generators import TransformersGenerator
 from vlmroll.generators.branch_cache import BranchCache
 from vlmroll.generators.branch_layer import BranchLayer, Fold
 from vlmroll.types import GenerationOutput, SamplingParams
-from vlmroll_processors import Prompt, load_adapter
-from vlmroll_processors.adapter import FamilyAdapter
+from vlmroll_processors import Prompt
 
 REPEATS = {
     "qwen3_5": "layers of another kind: linear_attention",
@@ -35,12 +34,6 @@ REPEATS = {
 }
 """Families whose rows get copies of their prompt's cache, and a word of the reason; all others share it."""
 LENGTH = 12
-
-
-@cache
-def adapter(name: str) -> FamilyAdapter:
-    made = tiny(name)
-    return load_adapter(made.processor, config=made.model.config)
 
 
 @cache

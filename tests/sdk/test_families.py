@@ -10,30 +10,17 @@ import torch
 from transformers import GenerationConfig
 
 from tiny_models import tiny
-from training_runs import FAMILIES, rows
+from training_runs import FAMILIES, adapter, prompts, rows
 from vlmroll.generators import TransformersGenerator
 from vlmroll.scoring import check_head, policy_logprobs
 from vlmroll.types import GenerationOutput, SamplingParams
-from vlmroll_processors import PaddedBatch, Prompt, collate, load_adapter
-from vlmroll_processors.adapter import FamilyAdapter
+from vlmroll_processors import PaddedBatch, Prompt, collate
 
 families = pytest.mark.parametrize("name", FAMILIES)
 LENGTH = 8
 # Rows with equally many pictures are not neighbours: where they share a forward pass, the order must be restored.
 ORDER = (0, 1, 2, 3, 1, 0)
 TAILS = ((270, 280, 12), (290,), (300, 301, 302, 40, 41), (17, 17), (33, 34, 35, 36), (50, 51))
-
-
-@cache
-def adapter(name: str) -> FamilyAdapter:
-    made = tiny(name)
-    return load_adapter(made.processor, config=made.model.config)
-
-
-@cache
-def prompts(name: str) -> tuple[Prompt, ...]:
-    """Rows with 1, 3, 0 and 2 pictures; of PaliGemma with 1, 3, 2 and 1."""
-    return tuple(adapter(name).encode(rows(4, name)))
 
 
 def batch_of(name: str, owners: Sequence[Prompt], completions: Sequence[Sequence[int]]) -> PaddedBatch:

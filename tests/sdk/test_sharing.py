@@ -4,7 +4,7 @@ import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,13 @@ from peft import LoraConfig, get_peft_model
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM, Qwen3ForCausalLM
 
 from tiny_models import tiny
-from training_runs import ALGORITHMS, FAMILIES, gradients, make_trainer, relative_difference, rows
+from training_runs import ALGORITHMS, FAMILIES, gradients, make_trainer, prompts, relative_difference
 from vlmroll.attention import NAME, NotShareable, segments_of, switch_on
 from vlmroll.batches import join_rollouts
 from vlmroll.scoring import policy_logprobs
 from vlmroll.sharing import Sharing, is_causal
 from vlmroll.types import Completion, Rollout
-from vlmroll_processors import PackedBatch, PaddedBatch, Prompt, load_adapter
+from vlmroll_processors import PackedBatch, PaddedBatch, Prompt
 
 NOT_SHARED = {
     "qwen3_5": "layers of another kind: linear_attention",
@@ -38,16 +38,9 @@ SHARED = tuple(name for name in ("text", *FAMILIES) if name not in NOT_SHARED)
 LENGTHS = (4, 2, 7, 1, 5, 3, 6, 1, 1, 2, 3, 2)
 
 
-@cache
-def prompts_of(name: str) -> tuple[Prompt, ...]:
-    """Rows with 1, 3, 0 and 2 pictures, where the family takes them."""
-    made = tiny(name)
-    return tuple(load_adapter(made.processor, config=made.model.config).encode(rows(4, name)))
-
-
 def rollouts_of(name: str, lengths: Sequence[int] = LENGTHS) -> list[Rollout]:
     """Groups of three, with completions of uneven lengths."""
-    owners = [prompt for prompt in prompts_of(name) for _ in range(3)]
+    owners = [prompt for prompt in prompts(name) for _ in range(3)]
     return [
         Rollout(
             prompt=prompt,
@@ -309,7 +302,7 @@ def test_prompts_go_through_the_model_once(tmp_path: Path) -> None:
     found = rollouts_of("qwen2_5_vl")
     inputs = trainer.scorer.join(trainer.model, found)
     assert isinstance(inputs, PackedBatch)
-    assert inputs.num_tokens == sum(p.num_tokens for p in prompts_of("qwen2_5_vl")) + sum(LENGTHS) - len(LENGTHS)
+    assert inputs.num_tokens == sum(p.num_tokens for p in prompts("qwen2_5_vl")) + sum(LENGTHS) - len(LENGTHS)
     assert trainer.state.log_history[0]["batch/pad_frac"] == 0
 
 

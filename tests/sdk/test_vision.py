@@ -15,13 +15,12 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from tiny_models import QWEN_FAMILIES, picture, tiny, user
-from training_runs import FAMILIES, rows
+from training_runs import FAMILIES, adapter, rows
 from vlmroll.modeling import freeze_vision_tower
 from vlmroll.scoring import head_of, policy_logprobs
 from vlmroll.towers import Output, Tower
 from vlmroll.vision import VisionFeatures, shown_by
-from vlmroll_processors import PaddedBatch, Prompt, collate, load_adapter
-from vlmroll_processors.adapter import FamilyAdapter
+from vlmroll_processors import PaddedBatch, Prompt, collate
 
 PIXELS_ONLY = {"mllama": "its pictures enter by cross-attention, and its forward takes no encoded ones"}
 WHOLE = (*QWEN_FAMILIES, "glm4v", "glm46v")
@@ -32,12 +31,6 @@ TAILS = ((270, 280, 12), (290,), (300, 301, 302, 40, 41), (17, 17), (33, 34, 35,
 # Siblings apart from each other; the last prompt shows the picture of the first.
 ORDER = (0, 1, 2, 3, 1, 0, 4)
 Gradients = dict[str, torch.Tensor]
-
-
-@cache
-def adapter(name: str) -> FamilyAdapter:
-    made = tiny(name)
-    return load_adapter(made.processor, config=made.model.config)
 
 
 @cache
