@@ -6,23 +6,24 @@ slots, the chat template renders them, the tokenizer reads the text with one pla
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from PIL import Image
 
 from vlmroll_processors.assembly import assemble
+from vlmroll_processors.extension import extend, last_token
 from vlmroll_processors.families import Family
 from vlmroll_processors.families.base import Sized
 from vlmroll_processors.images import Picture
 from vlmroll_processors.media import Medium
-from vlmroll_processors.messages import Chat, read_row
-from vlmroll_processors.reading import Reader, pixels_of, smaller
+from vlmroll_processors.messages import Chat, read_messages, read_row
+from vlmroll_processors.reading import Reader, fitting
 from vlmroll_processors.rendering import OWN_TEMPLATE_KWARGS, adds_special_tokens, render, template_kwargs_of
+from vlmroll_processors.turns import NextTurns
 from vlmroll_processors.types import Prompt, Row
 
 logger = logging.getLogger(__name__)
-_FEWEST_PIXELS = 28 * 28
 
 
 class PromptTooLong(ValueError):
@@ -50,6 +51,18 @@ class ProcessorAdapter(Protocol):
 
     def encode(self, rows: Sequence[Row], row_ids: Sequence[int] | None = None) -> list[Prompt]:
         """One prompt for each row; equal rows share one object. One that is too long raises `PromptTooLong`."""
+        ...
+
+    def next_turn(
+        self,
+        prompt: Prompt,
+        completion_ids: Sequence[int],
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        where: str = "the next turn",
+    ) -> Prompt:
+        """The prompt of the turn behind a sampled one and new messages; nothing is tokenised again."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -98,6 +111,7 @@ class FamilyAdapter:
         if max_prompt_length is not None and max_prompt_length < 1:
             raise ValueError(f"max_prompt_length must be at least 1, got {max_prompt_length}")
         self._vision_tokens = family.vision_ids(self.tokenizer.get_added_vocab())
+        self._turns = NextTurns(family, processor, self._vision_tokens)
         if own := [name for name in OWN_TEMPLATE_KWARGS if name in self.chat_template_kwargs]:
             raise ValueError(f"chat_template_kwargs: {own[0]} is set by the adapter; remove it")
         needed = (family.slot, family.feature_of("image"))
@@ -168,9 +182,58 @@ class FamilyAdapter:
             reader.check(chat.media)
             options = {**self.chat_template_kwargs, **template_kwargs_of(row, where=name)}
             reserved = self._vision_tokens
-            text = render(self.family, self.processor, chat, options, reserved=reserved, where=name)
+            spot = f"{name}, column 'prompt'"
+            text = render(self.family, self.processor, chat, options, reserved=reserved, where=spot)
             result.append(self._prompt(chat, text, reader, prompts, where=name))
         return result
+
+    def next_turn(
+        self,
+        prompt: Prompt,
+        completion_ids: Sequence[int],
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        where: str = "the next turn",
+    ) -> Prompt:
+        """The prompt of the turn that follows a sampled one; nothing that was there before is tokenised again.
+
+        Args:
+            prompt: what the turn was sampled from.
+            completion_ids: the sampled ids with the stop token, if there was one; they stay as they are.
+            messages: results of tools, or what the user says next, with their pictures in the content.
+            template_kwargs: the row's own arguments for the chat template.
+            where: names the messages in error messages.
+
+        Returns:
+            `prompt`'s ids, the sampled ids, and those of the messages and of the next assistant's header. It may be
+            longer than `max_prompt_length`.
+
+        Raises:
+            ValueError: names what is wrong with a message or with a picture.
+        """
+        if held := self.vision_ids.intersection(completion_ids):
+            raise ValueError(f"{where}: the sampled ids hold the reserved id {min(held)}; ban `vision_ids` in sampling")
+        chat = read_messages(messages, {"image": [], "video": []}, where=where)
+        reader = Reader(self.family, self.processor, self.budget)
+        reader.check(chat.media)
+        last = last_token(self.tokenizer, completion_ids)
+        options = {**self.chat_template_kwargs, **(template_kwargs or {})}
+        text = self._turns.text(chat, last, options, where=where)
+        units = reader.read(chat.media)
+        return extend(self.family, self.processor, self.config, prompt, completion_ids, text, units, where=where)
+
+    def check_tools(self, pictures: bool) -> str:
+        """How the chat template takes the results of tools, in words for a log.
+
+        Raises:
+            ValueError: it takes none, or none with pictures.
+        """
+        return self._turns.check_tools(self.chat_template_kwargs, pictures=pictures)
+
+    def shows_tools(self, schemas: Sequence[Any]) -> bool:
+        """Whether the chat template writes tools, given as JSON schemas or functions, into a prompt."""
+        return self._turns.shows(schemas, self.chat_template_kwargs)
 
     def _prompt(
         self, chat: Chat, text: str, reader: Reader, prompts: dict[tuple[Any, ...], Prompt], *, where: str
@@ -184,7 +247,8 @@ class FamilyAdapter:
             units = reader.read(media)
             key = (special, text, *(unit.key for unit in units))
             if key not in prompts:
-                found = assemble(self.family, self.processor, self.config, text, units, special=special, where=where)
+                spot = f"{where}, column 'prompt'"
+                found = assemble(self.family, self.processor, self.config, text, units, special=special, where=spot)
                 if self.max_prompt_length is not None and found.num_tokens > self.max_prompt_length:
                     reader.forget(units)
                     return found
@@ -195,7 +259,11 @@ class FamilyAdapter:
         prompt = made(chat.media)
         if self.max_prompt_length is None or prompt.num_tokens <= self.max_prompt_length:
             return prompt
-        shrunk = self._shrunk(chat.media, prompt, made) if self._shrink else None
+        shrunk: Prompt | None = None
+        if self._shrink and chat.media:
+            most = self.budget.get("max_pixels", self.family.most_pixels(self.processor))
+            bounds = self.budget.get("min_pixels"), most
+            shrunk = fitting(chat.media, prompt, made, limit=self.max_prompt_length, bounds=bounds)
         if shrunk is not None:
             message = "%s: its pictures got fewer pixels, since it had %d tokens; now it has %d"
             logger.warning(message, where, prompt.num_tokens, shrunk.num_tokens)
@@ -206,42 +274,6 @@ class FamilyAdapter:
             f"videos), and at most {self.max_prompt_length} may be (max_prompt_length, or what the model's positions "
             f"leave){tried}; shorten it, lower max_pixels, or drop the row"
         )
-
-    def _shrunk(
-        self, media: Sequence[Medium], prompt: Prompt, made: Callable[[Sequence[Medium]], Prompt]
-    ) -> Prompt | None:
-        """The prompt with fewer pixels for its media, as many as fit; None when none are few enough."""
-        limit = self.max_prompt_length
-        assert limit is not None
-        if not media or limit <= prompt.num_tokens - prompt.num_image_tokens:
-            return None
-
-        most = self.budget.get("max_pixels", self.family.most_pixels(self.processor))
-        low = self.budget.get("min_pixels")
-
-        def attempt(pixels: float) -> Prompt | None:
-            try:
-                return made(smaller(media, pixels, most=most, min_pixels=low))
-            except ValueError:  # too few for the processor
-                return None
-
-        least = attempt(_FEWEST_PIXELS)  # in many families pixels do not decide how many tokens there are
-        if least is not None and least.num_tokens > limit:
-            return None
-        shown = {"image": iter(prompt.images), "video": iter(prompt.videos)}
-        pixels = max(pixels_of(medium, next(shown[medium.kind]), most) for medium in media)
-        while (pixels := _fewer_pixels(prompt, limit, pixels)) > _FEWEST_PIXELS:
-            found = attempt(pixels)
-            if found is None or found.num_tokens <= limit:
-                return found or least
-            prompt = found
-        return least
-
-
-def _fewer_pixels(prompt: Prompt, limit: int, pixels: float) -> float:
-    """The next pixel budget to try for a prompt over the limit."""
-    room = limit - (prompt.num_tokens - prompt.num_image_tokens)
-    return pixels * min(max(room, 1) / prompt.num_image_tokens, 0.8)
 
 
 def _check_budget(budget: Mapping[str, Any], family: Family) -> None:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,22 @@ from vlmroll_processors.types import JOINED_ON, ImageSpan, Join, MediaUnit, Prom
 from vlmroll_processors.videos import Video
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tokens:
+    """A text in tokens.
+
+    Attributes:
+        engine_ids, prompt_ids: with one placeholder for each medium, and with all of its features.
+        counts: how many features each medium has.
+        places: where they stand in `prompt_ids`.
+    """
+
+    engine_ids: list[int]
+    prompt_ids: list[int]
+    counts: list[int]
+    places: list[list[int]]
+
+
 def assemble(
     family: Family, processor: Any, config: Any, text: str, units: Sequence[Unit], *, special: bool, where: str
 ) -> Prompt:
@@ -25,59 +42,90 @@ def assemble(
         text: the rendered prompt, with one slot for each medium.
         units: the media in slot order.
         special: whether the tokenizer adds its special tokens.
-        where: names the row in error messages.
+        where: names the row and the column in error messages.
 
     Raises:
         ValueError: slots and media, or features and placeholder tokens, do not match; or there are no tokens.
     """
-    tokenizer: Any = getattr(processor, "tokenizer", processor)
-
-    features = [token for kind in KINDS if (token := family.feature_of(kind))]
-
-    def ids_of(piece: str) -> list[int]:
-        try:
-            return _tokenise(tokenizer, piece, features, special=special)
-        except TypeError as error:  # the tokenizer's word for text that is not valid Unicode
-            raise ValueError(f"{where}, column 'prompt': the text cannot be tokenised: {error}") from error
-
-    media = [medium for unit in units for medium in unit.media]
-    texts = [piece for unit in units for piece in unit.features.texts]
-    wrapped = family.wrap(processor, text)
-    engine_ids = ids_of(wrapped)
-    expanded = _expand(family, wrapped, media, texts, where=where)
-    prompt_ids = ids_of(family.tidy(processor, expanded)) if media else engine_ids
-    if not prompt_ids:
-        raise ValueError(f"{where}, column 'prompt': it renders to no tokens; give a prompt that is not empty")
-    counts = [piece.count(family.feature_of(medium.kind)) for medium, piece in zip(media, texts, strict=True)]
-    places = _places(family, tokenizer, prompt_ids, counts, where=where)
-    spans = [ImageSpan(offset=found[0], length=found[-1] + 1 - found[0]) for found in places]
-    by_kind = {kind: [(m, s) for m, s in zip(media, spans, strict=True) if m.kind == kind] for kind in KINDS}
+    media = media_of(units)
+    tokens = tokens_of(family, processor, family.wrap(processor, text), units, special=special, where=where)
     kwargs = joined(family.join, [unit.features.kwargs for unit in units])
-    kwargs |= _marks(family.join, len(prompt_ids), [m.kind for m in media], places)
+    kwargs |= _marks(family.join, len(tokens.prompt_ids), [m.kind for m in media], tokens.places)
     whole = Whole(
         processor=processor,
         config=config,
-        num_tokens=len(prompt_ids),
-        places=places,
+        num_tokens=len(tokens.prompt_ids),
+        places=tokens.places,
         media=[unit.features.kwargs for unit in units],
     )
-    kwargs |= _more(family, whole, where=where)
+    kwargs |= more_of(family, whole, where=where)
     return Prompt(
-        prompt_ids=tuple(prompt_ids),
-        engine_ids=tuple(engine_ids),
+        prompt_ids=tuple(tokens.prompt_ids),
+        engine_ids=tuple(tokens.engine_ids),
         text=text,
-        images=tuple(m for m, _ in by_kind["image"] if isinstance(m, Picture)),
-        image_spans=tuple(span for _, span in by_kind["image"]),
-        videos=tuple(m for m, _ in by_kind["video"] if isinstance(m, Video)),
-        video_spans=tuple(span for _, span in by_kind["video"]),
-        units=_units(family.join, units, counts),
+        **placed(media, tokens.places),
+        units=units_of(family.join, units, tokens.counts),
         forward_kwargs=kwargs,
         join=family.join,
         batch_key=len(media) if family.alike else 0,
     )
 
 
-def _units(join: Mapping[str, Join], units: Sequence[Unit], counts: Sequence[int]) -> tuple[MediaUnit, ...]:
+def media_of(units: Sequence[Unit]) -> list[Picture | Video]:
+    """The media of all units, in slot order."""
+    return [medium for unit in units for medium in unit.media]
+
+
+def tokens_of(
+    family: Family, processor: Any, text: str, units: Sequence[Unit], *, special: bool, before: str = "", where: str
+) -> Tokens:
+    """The ids of a text, once with slots and once with features.
+
+    Args:
+        before: a special token that stands before the text already, which decides how the text's first word is read.
+        special, where: as in `assemble`.
+
+    Raises:
+        ValueError: as `assemble`.
+    """
+    tokenizer: Any = getattr(processor, "tokenizer", processor)
+    features = [token for kind in KINDS if (token := family.feature_of(kind))]
+    first = [tokenizer.convert_tokens_to_ids(before)] if before else []
+
+    def ids_of(piece: str) -> list[int]:
+        try:
+            ids = _tokenise(tokenizer, before + piece, features, special=special)
+            if ids[: len(first)] == first:
+                return ids[len(first) :]
+            return _tokenise(tokenizer, piece, features, special=special)
+        except TypeError as error:  # the tokenizer's word for text that is not valid Unicode
+            raise ValueError(f"{where}: the text cannot be tokenised: {error}") from error
+
+    media = media_of(units)
+    texts = [piece for unit in units for piece in unit.features.texts]
+    engine_ids = ids_of(text)
+    expanded = _expand(family, text, media, texts, where=where)
+    prompt_ids = ids_of(family.tidy(processor, expanded)) if media else engine_ids
+    if not prompt_ids:
+        raise ValueError(f"{where}: it renders to no tokens; give a prompt that is not empty")
+    counts = [piece.count(family.feature_of(medium.kind)) for medium, piece in zip(media, texts, strict=True)]
+    places = _places(family, tokenizer, prompt_ids, counts, where=where)
+    return Tokens(engine_ids=engine_ids, prompt_ids=prompt_ids, counts=counts, places=places)
+
+
+def placed(media: Sequence[Picture | Video], places: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """A prompt's pictures and videos with their spans."""
+    spans = [ImageSpan(offset=found[0], length=found[-1] + 1 - found[0]) for found in places]
+    pairs = list(zip(media, spans, strict=True))
+    return {
+        "images": tuple(medium for medium in media if isinstance(medium, Picture)),
+        "image_spans": tuple(span for medium, span in pairs if isinstance(medium, Picture)),
+        "videos": tuple(medium for medium in media if isinstance(medium, Video)),
+        "video_spans": tuple(span for medium, span in pairs if isinstance(medium, Video)),
+    }
+
+
+def units_of(join: Mapping[str, Join], units: Sequence[Unit], counts: Sequence[int]) -> tuple[MediaUnit, ...]:
     """The share of each unit, from the number of features of each medium."""
     left = iter(counts)
     return tuple(
@@ -101,7 +149,7 @@ def _expand(family: Family, text: str, media: Sequence[Picture | Video], texts: 
         kind = next((k for k in KINDS if found.count(k) != wanted.count(k)), "image")
         noun = "picture" if kind == "image" else kind
         raise ValueError(
-            f"{where}, column 'prompt': the chat template rendered {found.count(kind)} {noun} slots for "
+            f"{where}: the chat template rendered {found.count(kind)} {noun} slots for "
             f"{wanted.count(kind)} {NOUNS[kind]}; put {NOUNS[kind]} only into messages whose role the template gives "
             f"{NOUNS[kind]} to"
         )
@@ -140,18 +188,19 @@ def _places(
     found = [i for i, token in enumerate(ids) if token in features]
     if len(found) != sum(counts) or 0 in counts:
         raise ValueError(
-            f"{where}, column 'prompt': it holds {len(found)} placeholder tokens for {sum(counts)} features of "
+            f"{where}: it holds {len(found)} placeholder tokens for {sum(counts)} features of "
             f"{len(counts)} pictures; the tokenizer and the processor do not belong together"
         )
     ends = torch.tensor(counts, dtype=torch.long).cumsum(0).tolist()
     return [found[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
 
-def _more(family: Family, whole: Whole, *, where: str) -> Tensors:
+def more_of(family: Family, whole: Whole, *, where: str) -> Tensors:
+    """The family's kwargs that depend on the whole prompt."""
     try:
         return family.more(whole)
     except ValueError as error:
-        raise ValueError(f"{where}, column 'prompt': {error}") from error
+        raise ValueError(f"{where}: {error}") from error
 
 
 def joined(join: Mapping[str, Join], parts: Sequence[Tensors]) -> dict[str, torch.Tensor]:

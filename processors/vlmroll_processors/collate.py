@@ -10,7 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from vlmroll_processors.continuation import Continuation
 from vlmroll_processors.types import Join, JoinKind, Prompt
+
+Continuations = Sequence[Continuation | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +23,7 @@ class Piece:
     Attributes:
         rows: which rows they are.
         forward_kwargs: the model's other inputs for them, `position_ids` always among them.
-        prompts: their prompts, where they are known.
+        prompts: their prompts, of the last turn where there are several; empty where they are not known.
     """
 
     rows: tuple[int, ...]
@@ -36,12 +39,14 @@ class PaddedBatch:
         input_ids: [B, T] prompts, left-padded, then completions, right-padded.
         attention_mask: [B, T] 1 on real tokens.
         completion_mask: [B, C] 1 on completion tokens; C is 0 without completions.
+        scored_mask: [B, C] 1 on those that are to be scored: what the model sampled.
         pieces: all rows in one piece, or more where the family would mix up rows with different numbers of pictures.
     """
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
     completion_mask: torch.Tensor
+    scored_mask: torch.Tensor
     pieces: tuple[Piece, ...]
 
     @property
@@ -91,6 +96,8 @@ def collate(
     prompts: Sequence[Prompt],
     completions: Sequence[Sequence[int]] | None = None,
     *,
+    continuations: Continuations | None = None,
+    sampled: Sequence[Sequence[int]] | None = None,
     pad_token_id: int,
     pad_to_multiple_of: int | None = None,
 ) -> PaddedBatch:
@@ -98,12 +105,15 @@ def collate(
 
     Args:
         prompts: B prompts; the siblings of a group bring the same object several times.
-        completions: the sampled ids of each row; None for prompts alone.
+        completions: the ids of each row's completion; None for prompts alone.
+        continuations: for completions of several turns what the turns added; None for the others.
+        sampled: for each row 1 on the completion's ids that the model sampled, 0 on others; by default all were.
         pad_token_id: the id under padding.
         pad_to_multiple_of: round P and C up to a multiple of it.
 
     Raises:
-        ValueError: no prompts, or as many completions as there are prompts are not given.
+        ValueError: no prompts, or as many completions as there are prompts are not given, or the ids of a completion
+            are not those of its turns.
 
     Example:
         >>> prompt = Prompt(prompt_ids=(5, 6), engine_ids=(5, 6))
@@ -117,6 +127,7 @@ def collate(
     multiple = 1 if pad_to_multiple_of is None else pad_to_multiple_of
     if multiple < 1:
         raise ValueError(f"pad_to_multiple_of must be at least 1, got {multiple}")
+    wholes = wholes_of(prompts, completions, continuations)
     longest = max(prompt.num_tokens for prompt in prompts), max(len(completion) for completion in completions)
     widths = -(-longest[0] // multiple) * multiple, -(-longest[1] // multiple) * multiple
     ids = [torch.tensor(prompt.prompt_ids, dtype=torch.long) for prompt in prompts]
@@ -127,29 +138,71 @@ def collate(
     input_ids = torch.cat(
         [pad(ids, pad_token_id, left=True, to=widths[0]), pad(tails, pad_token_id, to=widths[1])], dim=1
     )
-    rules = rules_of(prompts)
+    rules = rules_of(wholes)
     pieces = tuple(
         Piece(
             rows=tuple(rows),
-            forward_kwargs=_join([prompts[i] for i in rows], rules, mask[rows], widths),
-            prompts=tuple(prompts[i] for i in rows),
+            forward_kwargs=_join([(prompts[i], wholes[i]) for i in rows], rules, mask[rows], widths),
+            prompts=tuple(wholes[i] for i in rows),
         )
-        for rows in alike(prompts)
+        for rows in alike(wholes)
     )
-    return PaddedBatch(input_ids=input_ids, attention_mask=mask, completion_mask=completion_mask, pieces=pieces)
+    return PaddedBatch(
+        input_ids=input_ids,
+        attention_mask=mask,
+        completion_mask=completion_mask,
+        scored_mask=completion_mask if sampled is None else scored_of(sampled, completions, widths[1]),
+        pieces=pieces,
+    )
+
+
+def wholes_of(
+    prompts: Sequence[Prompt], completions: Sequence[Sequence[int]], continuations: Continuations | None
+) -> list[Prompt]:
+    """For each row the prompt that has the tensors of all of its turns.
+
+    Raises:
+        ValueError: a continuation is not one of its row's prompt and completion.
+    """
+    if continuations is None:
+        return list(prompts)
+    wholes: list[Prompt] = []
+    for i, (prompt, completion, turns) in enumerate(zip(prompts, completions, continuations, strict=True)):
+        added = () if turns is None or turns.added is None else turns.added.prompt_ids
+        if turns is not None and (turns.start is not prompt or tuple(completion[: len(added)]) != added):
+            raise ValueError(f"row {i}: its completion does not begin with the ids that its turns added to its prompt")
+        wholes.append(prompt if turns is None else turns.prompt)
+    return wholes
+
+
+def scored_of(sampled: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], width: int) -> torch.Tensor:
+    """[B, width] 1 where an id was sampled.
+
+    Raises:
+        ValueError: a mask is not as long as its completion.
+    """
+    for i, (mask, completion) in enumerate(zip(sampled, completions, strict=True)):
+        if len(mask) != len(completion):
+            raise ValueError(f"row {i}: the mask of sampled ids has {len(mask)} values for {len(completion)} ids")
+    return pad([torch.tensor(mask, dtype=torch.long) for mask in sampled], 0, to=width)
 
 
 def _join(
-    prompts: Sequence[Prompt], rules: Mapping[str, Join], mask: torch.Tensor, widths: tuple[int, int]
+    rows: Sequence[tuple[Prompt, Prompt]], rules: Mapping[str, Join], mask: torch.Tensor, widths: tuple[int, int]
 ) -> dict[str, torch.Tensor]:
-    """The forward kwargs of prompts that go together, with their attention mask [B, T]."""
+    """The forward kwargs of rows that go together, with their attention mask [B, T].
+
+    Args:
+        rows: the prompt of each row, and the prompt of its last turn.
+    """
     kwargs = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
     for name, rule in rules.items():
-        parts = [prompt.forward_kwargs.get(name) for prompt in prompts]
+        parts = [whole.forward_kwargs.get(name) for _, whole in rows]
         if all(part is None for part in parts):
             continue
         if rule.kind is JoinKind.TOKENS:
-            kwargs[name] = _join_tokens(name, parts, rule, widths)
+            totals = [prompt.num_tokens + widths[1] for prompt, _ in rows]
+            kwargs[name] = _join_tokens(name, parts, rule, totals, sum(widths))
         else:
             present = [part for part in parts if part is not None]
             if rule.kind is JoinKind.SAMPLES and len(present) < len(parts):
@@ -184,15 +237,17 @@ def rules_of(prompts: Sequence[Prompt]) -> dict[str, Join]:
     return rules
 
 
-def _join_tokens(name: str, parts: Sequence[torch.Tensor | None], rule: Join, widths: tuple[int, int]) -> torch.Tensor:
-    """[..., B, T, ...] with the batch axis before the token axis."""
+def _join_tokens(
+    name: str, parts: Sequence[torch.Tensor | None], rule: Join, totals: Sequence[int], width: int
+) -> torch.Tensor:
+    """[..., B, T, ...] with the batch axis before the token axis; each row is continued to its total."""
     rows: list[torch.Tensor] = []
-    for part in parts:
+    for part, total in zip(parts, totals, strict=True):
         if part is None:
             raise ValueError(f"one prompt of the batch lacks the per-token input {name}; encode all by one adapter")
         part = part.movedim(rule.token_axis, -1)
-        rows.append(torch.cat([part, continuation(part, rule, widths[1])], dim=-1))
-    padded = pad(rows, rule.pad, left=True, to=sum(widths))
+        rows.append(torch.cat([part, continuation(part, rule, total - part.shape[-1])], dim=-1))
+    padded = pad(rows, rule.pad, left=True, to=width)
     # [B, ..., T] -> the batch axis where the token axis was, the token axis behind it.
     return padded.movedim(-1, rule.token_axis + 1).movedim(0, rule.token_axis)
 

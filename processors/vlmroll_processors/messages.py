@@ -14,6 +14,7 @@ from vlmroll_processors.media import (
     KINDS,
     SIZE_KEYS,
     SOURCE_KEYS,
+    Kind,
     Medium,
     Message,
     Part,
@@ -80,11 +81,31 @@ def read_row(row: Row, *, where: str) -> Chat:
             f"{where}, column 'prompt': it {found}; give a string, or a list of messages such as "
             "[{'role': 'user', 'content': 'Hi'}]"
         )
-    spot = f"{where}, column 'prompt'"
-    messages = [_clean_message(message, where=f"{spot}, message {i}") for i, message in enumerate(prompt)]
-    place(messages, columns, where=where)
-    media = tuple(take(messages, where=spot))
-    return Chat(messages=tuple(messages), media=media)
+    return read_messages(prompt, columns, where=f"{where}, column 'prompt'", columns_of=where)
+
+
+def read_messages(
+    messages: Sequence[Any],
+    columns: Mapping[Kind, list[Medium]],
+    *,
+    where: str,
+    columns_of: str = "",
+) -> Chat:
+    """Messages with their pictures and videos in their slots.
+
+    Args:
+        messages: as in a row's prompt.
+        columns: pictures and videos that do not stand in the messages.
+        where: names what holds the messages in error messages.
+        columns_of: names what holds the columns.
+
+    Raises:
+        ValueError: names the message and the fix.
+    """
+    clean = [_clean_message(message, where=f"{where}, message {i}") for i, message in enumerate(messages)]
+    place(clean, columns, where=columns_of or where)
+    media = tuple(take(clean, where=where))
+    return Chat(messages=tuple(clean), media=media)
 
 
 def _clean_message(message: object, *, where: str) -> Message:

@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 from vlmroll_processors.families.base import Family, Features, Sized, Tensors
 from vlmroll_processors.images import Picture, read_picture
 from vlmroll_processors.media import NOUNS, Medium
-from vlmroll_processors.types import JOINED_ON
+from vlmroll_processors.types import JOINED_ON, Prompt
 from vlmroll_processors.videos import Video, read_video
 
+_FEWEST_PIXELS = 28 * 28
 Result = TypeVar("Result")
 # What processors raise for pictures in shapes that they cannot take.
 _REFUSALS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
@@ -173,6 +174,50 @@ def smaller(media: Sequence[Medium], max_pixels: float, *, most: float, min_pixe
         return {**given, "max_pixels": high} | ({} if low is None else {"min_pixels": min(low, high)})
 
     return [replace(medium, keys=keys(medium)) for medium in media]
+
+
+def fitting(
+    media: Sequence[Medium],
+    prompt: Prompt,
+    made: Callable[[Sequence[Medium]], Prompt],
+    *,
+    limit: int,
+    bounds: tuple[int | None, float],
+) -> Prompt | None:
+    """The prompt with fewer pixels for its media, as many as fit; None when none are few enough.
+
+    Args:
+        made: encodes the prompt with other media.
+        limit: most tokens.
+        bounds: the run's `min_pixels` or None, and `most` of `pixels_of`.
+    """
+    low, most = bounds
+    if limit <= prompt.num_tokens - prompt.num_image_tokens:
+        return None
+
+    def attempt(pixels: float) -> Prompt | None:
+        try:
+            return made(smaller(media, pixels, most=most, min_pixels=low))
+        except ValueError:  # too few for the processor
+            return None
+
+    least = attempt(_FEWEST_PIXELS)  # in many families pixels do not decide how many tokens there are
+    if least is not None and least.num_tokens > limit:
+        return None
+    shown = {"image": iter(prompt.images), "video": iter(prompt.videos)}
+    pixels = max(pixels_of(medium, next(shown[medium.kind]), most) for medium in media)
+    while (pixels := _fewer_pixels(prompt, limit, pixels)) > _FEWEST_PIXELS:
+        found = attempt(pixels)
+        if found is None or found.num_tokens <= limit:
+            return found or least
+        prompt = found
+    return least
+
+
+def _fewer_pixels(prompt: Prompt, limit: int, pixels: float) -> float:
+    """The next pixel budget to try for a prompt over the limit."""
+    room = limit - (prompt.num_tokens - prompt.num_image_tokens)
+    return pixels * min(max(room, 1) / prompt.num_image_tokens, 0.8)
 
 
 def _named(work: Callable[[], Result], medium: Medium, size: tuple[int, int]) -> Result:

@@ -1,17 +1,21 @@
 """A cleaned chat -> the text of the prompt, by the chat template, with one slot for each picture and video."""
 
-from collections.abc import Collection, Mapping
+import itertools
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
 
 from vlmroll_processors.families import TEXT, Family
+from vlmroll_processors.media import Message
 from vlmroll_processors.messages import Chat, without_nulls
 from vlmroll_processors.types import Row
 
 OWN_TEMPLATE_KWARGS = ("messages", "conversation", "tokenize", "add_generation_prompt", "continue_final_message")
 """Arguments of a chat template that are set here."""
-_PART = "{'type': 'text'"
+_PARTS = ("{'type': 'text'", '{"type": "text"')
+_REFUSALS = (TemplateError, ValueError, TypeError, KeyError, AttributeError)
 
 
 def render(
@@ -21,6 +25,7 @@ def render(
     template_kwargs: Mapping[str, Any],
     *,
     reserved: Collection[str],
+    closed: bool = False,
     where: str,
 ) -> str:
     """The prompt as text, with one slot for each picture and video.
@@ -28,7 +33,8 @@ def render(
     Args:
         template_kwargs: passed to the chat template.
         reserved: tokens that the row's own text may not hold.
-        where: names the row in error messages.
+        closed: the conversation ends with its last message; else the next token is one of the assistant's.
+        where: names the row and the column in error messages.
 
     Raises:
         ValueError: the text holds a reserved token, or the chat template is missing or refuses the messages.
@@ -36,34 +42,63 @@ def render(
     for text in chat.texts():
         if held := [token for token in reserved if token in text]:
             raise ValueError(
-                f"{where}, column 'prompt': the text holds the reserved {held[0]}; write "
-                "<image> or an image part where a picture goes, or remove it"
+                f"{where}: the text holds the reserved {held[0]}; write <image> or an image part where a picture goes, "
+                "or remove it"
             )
     if chat.messages is None:
         written = [family.written_as(medium.kind) for medium in chat.media]
         return "".join(piece for pair in zip(chat.segments, [*written, ""], strict=True) for piece in pair)
     if getattr(processor, "chat_template", None) is None:
         raise ValueError(
-            f"{where}, column 'prompt': the tokenizer has no chat template; give plain strings, or set "
-            "processing_class.chat_template"
+            f"{where}: the tokenizer has no chat template; give plain strings, or set processing_class.chat_template"
         )
-    messages = [_text_only(message) for message in chat.messages] if family is TEXT else list(chat.messages)
-    goes_on = messages[-1]["role"] == "assistant"
+    goes_on = chat.messages[-1]["role"] == "assistant" and not closed
+    if goes_on and not any(part["type"] == "text" for part in chat.messages[-1].get("content", ())):
+        raise ValueError(f"{where}: it ends in an assistant message without text, which cannot be continued; drop it")
     # Some processors warn of arguments of their own that they add themselves, unless they find some here.
     quiet = {} if not hasattr(processor, "tokenizer") else {"processor_kwargs": {"padding": False}}
-    options = {"tokenize": False, "add_generation_prompt": not goes_on, "continue_final_message": goes_on}
-    try:
-        text: str = processor.apply_chat_template(messages, **options, **quiet, **template_kwargs)
-        if _PART in text and not any(_PART in piece for piece in chat.texts()):
+    options = {"tokenize": False, "add_generation_prompt": not (goes_on or closed), "continue_final_message": goes_on}
+    refusal: Exception | None = None
+    incomplete: str | None = None
+    for messages in _forms(family, chat.messages):
+        try:
+            text: str = processor.apply_chat_template(messages, **options, **quiet, **template_kwargs)
+        except _REFUSALS as error:
+            # Templates refuse roles and orders in words of their own, or trip over values that they do not expect.
+            refusal = refusal or error
+            continue
+        if any(part in text and not any(part in piece for piece in chat.texts()) for part in _PARTS):
             # A template that writes the list of parts as it stands where it expects a string, as for system messages.
-            messages = [_text_only(message) if _is_text(message) else message for message in messages]
-            text = processor.apply_chat_template(messages, **options, **quiet, **template_kwargs)
-            if _PART in text:
-                raise ValueError("it writes the parts of a message instead of their text")
-        return text
-    except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
-        # Templates refuse roles and orders in words of their own, or trip over values that they do not expect.
-        raise ValueError(f"{where}, column 'prompt': the chat template refuses the messages: {error}") from error
+            refusal = refusal or ValueError("it writes the parts of a message instead of their text")
+        elif _holds_results(chat, text):
+            return text
+        else:
+            incomplete = incomplete or text
+    if incomplete is not None:
+        return incomplete  # it may write results in a way of its own
+    raise ValueError(f"{where}: the chat template refuses the messages: {refusal}") from refusal
+
+
+def _forms(family: Family, messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """The messages in the forms that templates expect, the most usual one first.
+
+    Some want strings where a message is text alone, or only there where the others have lists; some do not take a
+    message without content, which calls of tools alone may be.
+    """
+    plain = [_text_only(message) if _is_text(message) else message for message in messages]
+    forms = [plain] if family is TEXT or plain == list(messages) else [list(messages), plain]
+    yield from forms
+    if all("content" in message for message in messages):
+        return
+    for form, empty in itertools.product(forms, ("", [{"type": "text", "text": ""}], None)):
+        yield [message if "content" in message else {**message, "content": empty} for message in form]
+
+
+def _holds_results(chat: Chat, text: str) -> bool:
+    """Whether the text of every tool's result is there, as it is or escaped as in JSON."""
+    tools = Chat(messages=tuple(message for message in chat.messages or () if message["role"] == "tool"))
+    results = [result.strip() for result in tools.texts()]
+    return all(result in text or json.dumps(result)[1:-1] in text for result in results)
 
 
 def adds_special_tokens(family: Family, processor: Any, chat: Chat, text: str) -> bool:

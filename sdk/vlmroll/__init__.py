@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vlmroll import advantages, losses, rewards
+    from vlmroll import advantages, losses, rewards, tools
     from vlmroll.config import GRPOConfig, PolicyConfig, RLOOConfig
     from vlmroll.generators import (
         ContinuousBatchingGenerator,
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from vlmroll.grpo import GRPOTrainer
     from vlmroll.rloo import RLOOTrainer
     from vlmroll.trainer import PolicyTrainer
-    from vlmroll.types import Batch, Completion, GenerationOutput, Rollout, SamplingParams
+    from vlmroll.turns import ToolLoop
+    from vlmroll.types import Batch, Completion, GenerationOutput, Rollout, SamplingParams, Turns
 
 # Where each public name lives. Resolved on first use: `import vlmroll` loads neither transformers nor an engine.
 _HOME = {
@@ -44,12 +45,15 @@ _HOME = {
     "Rollout": "types",
     "SamplingParams": "types",
     "ScriptedGenerator": "generators",
+    "ToolLoop": "turns",
     "TransformersGenerator": "generators",
+    "Turns": "types",
     "VLLMColocateGenerator": "generators",
     "VLLMServerGenerator": "generators",
     "advantages": "",
     "losses": "",
     "rewards": "",
+    "tools": "",
 }
 
 
@@ -80,10 +84,13 @@ __all__ = [
     "Rollout",
     "SamplingParams",
     "ScriptedGenerator",
+    "ToolLoop",
     "TransformersGenerator",
+    "Turns",
     "VLLMColocateGenerator",
     "VLLMServerGenerator",
     "advantages",
     "losses",
     "rewards",
+    "tools",
 ]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ def to_device(batch: AnyBatch, device: torch.device | str) -> AnyBatch:
             batch,
             completion_ids=batch.completion_ids.to(device),
             completion_mask=batch.completion_mask.to(device),
+            scored_mask=batch.scored_mask.to(device),
             predictors=batch.predictors.to(device),
             pieces=tuple(
                 replace(piece, input_ids=piece.input_ids.to(device), forward_kwargs=moved(piece.forward_kwargs))
@@ -35,6 +36,7 @@ def to_device(batch: AnyBatch, device: torch.device | str) -> AnyBatch:
         input_ids=batch.input_ids.to(device),
         attention_mask=batch.attention_mask.to(device),
         completion_mask=batch.completion_mask.to(device),
+        scored_mask=batch.scored_mask.to(device),
         pieces=tuple(replace(piece, forward_kwargs=moved(piece.forward_kwargs)) for piece in batch.pieces),
     )
 
@@ -54,11 +56,14 @@ def join_rollouts(
     """
     prompts = [rollout.prompt for rollout in rollouts]
     completions = [rollout.completion.completion_ids for rollout in rollouts]
+    turns = [rollout.completion.turns for rollout in rollouts]
+    options: dict[str, Any] = {"pad_token_id": pad_token_id, "pad_to_multiple_of": pad_to_multiple_of}
+    if any(its is not None for its in turns):
+        options["continuations"] = [None if its is None else its.continuation for its in turns]
+        options["sampled"] = [rollout.completion.sampled for rollout in rollouts]
     if packed:
-        joined = pack(prompts, completions, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of)
-        return to_device(joined, device)
-    padded = collate(prompts, completions, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of)
-    return to_device(padded, device)
+        return to_device(pack(prompts, completions, **options), device)
+    return to_device(collate(prompts, completions, **options), device)
 
 
 def make_batch(

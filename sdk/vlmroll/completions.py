@@ -27,9 +27,10 @@ def table_rows(
             raise ValueError(
                 f"log_extra: column {column!r} has {len(values)} values for {len(rollouts)} completions; log one each"
             )
+    prompts = {id(prompt): prompt for rollout in rollouts for prompt in rollout.shown} if with_images else {}
     pictures = {
-        id(prompt): [{"bytes": _png(picture.image), "path": None} for picture in prompt.images]
-        for prompt in ({id(rollout.prompt): rollout.prompt for rollout in rollouts}.values() if with_images else ())
+        key: [{"bytes": _png(picture.image), "path": None} for picture in prompt.images]
+        for key, prompt in prompts.items()
     }
     rows: list[dict[str, Any]] = []
     for i, (rollout, text) in enumerate(zip(rollouts, texts, strict=True)):
@@ -38,7 +39,7 @@ def table_rows(
         row |= {column: _plain(values[i]) for column, values in extras.items()}
         row["advantage"] = rollout.advantage
         if with_images:
-            row["images"] = pictures[id(rollout.prompt)]
+            row["images"] = [picture for prompt in rollout.shown for picture in pictures[id(prompt)]]
         rows.append(row)
     return rows
 

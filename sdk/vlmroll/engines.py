@@ -7,6 +7,7 @@ from vlmroll.config.options import refuse
 from vlmroll.generators import Generator, TransformersGenerator, sampling, vllm_requests
 from vlmroll.mismatch import refuse_unscorable
 from vlmroll.setup import options_dict
+from vlmroll.types import SamplingParams
 from vlmroll_processors.adapter import FamilyAdapter
 
 
@@ -33,6 +34,20 @@ def check_options(args: PolicyConfig, generator: Generator | None) -> None:
             refuse_unscorable(repetition_penalty=args.repetition_penalty, regex=regex, generation_kwargs=extra)
     elif generator is None:
         sampling.check_extra(extra)
+
+
+def sampling_of(args: PolicyConfig, seed: int) -> SamplingParams:
+    """How a run samples."""
+    return SamplingParams(
+        max_tokens=args.max_completion_length,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k or 0,
+        min_p=args.min_p or 0.0,
+        repetition_penalty=args.repetition_penalty,
+        seed=seed,
+        extra=options_dict(args.generation_kwargs),
+    )
 
 
 def make_generator(model: Any, adapter: FamilyAdapter, args: PolicyConfig) -> Generator:

@@ -20,12 +20,13 @@ from vlmroll.completions import print_table, write_parquet
 from vlmroll.config import PolicyConfig
 from vlmroll.console import ShortProgress
 from vlmroll.generators import Generator
+from vlmroll.interaction import Interaction
 from vlmroll.metrics import Metrics
 from vlmroll.modeling import load_adapter
 from vlmroll.planning import deal
 from vlmroll.resume import Round, check_plan, load_round, save_round
 from vlmroll.types import Rollout
-from vlmroll_processors import ProcessorAdapter
+from vlmroll_processors import FamilyAdapter
 from vlmroll_processors.types import Row
 
 
@@ -36,8 +37,9 @@ class RoundTrainer(Trainer):
     loss_is_scaled_for_ga = True
 
     args: PolicyConfig
-    adapter: ProcessorAdapter
+    adapter: FamilyAdapter
     generator: Generator
+    interaction: Interaction
 
     def __init__(self, **options: Any) -> None:
         self._forget_logs()
@@ -133,14 +135,8 @@ class RoundTrainer(Trainer):
         def row_of(row_id: int) -> Row:  # a row that took the place of one too long is none of the round's own
             return rows[place[row_id]] if row_id in place else self.train_dataset[row_id]  # pyright: ignore
 
-        found = load_round(
-            folder,
-            rank,
-            epoch=step.epoch,
-            number=step.round,
-            row_of=row_of,
-            adapter=self.adapter,
-        )
+        opener = self.interaction.opener
+        found = load_round(folder, rank, epoch=step.epoch, number=step.round, row_of=row_of, opener=opener)
         if found is None and step.index > 0:
             raise ValueError(f"{folder} was made inside a generation round but lacks its rollouts; resume from another")
         return found

@@ -20,7 +20,8 @@ class Budget:
     Attributes:
         completions: rollouts.
         tokens: of prompts and completions, a prompt counted once where its completions share it; None for no limit.
-        patches: that the vision tower sees, each distinct prompt counted once; None for no limit.
+        patches: that the vision tower sees, each distinct prompt counted once, with what later turns added to it; None
+            for no limit.
         patch_size: how many numbers (pixels by channels by frames) make a patch.
         shared: whether prompts are run once for all of their completions.
     """
@@ -41,15 +42,15 @@ class Budget:
         if len(rollouts) > self.completions:
             return False
         prompts = [rollout.prompt for rollout in rollouts]
-        distinct = list({id(prompt): prompt for prompt in prompts}.values())
-        prompts = distinct if self.shared else prompts
+        shown = {id(prompt): prompt for rollout in rollouts for prompt in rollout.shown}
+        prompts = list({id(prompt): prompt for prompt in prompts}.values()) if self.shared else prompts
         if self.tokens is not None:
             lengths = [len(rollout.completion.completion_ids) for rollout in rollouts]
             own = [prompt.num_tokens for prompt in prompts]
             padded = len(rollouts) * (max(own) + max(lengths))
             if (sum(own) + sum(lengths) if self.shared else padded) > self.tokens:
                 return False
-        return self.patches is None or sum(map(self.patches_of, distinct)) <= self.patches
+        return self.patches is None or sum(map(self.patches_of, shown.values())) <= self.patches
 
 
 def plan(rollouts: Sequence[Rollout], budget: Budget) -> list[list[Rollout]]:
@@ -103,7 +104,7 @@ def warn_of_large(pieces: Sequence[Sequence[Rollout]], budget: Budget, told: set
                 "patches); it goes through the model alone",
                 rollout.row_id,
                 rollout.prompt.num_tokens + len(rollout.completion.completion_ids),
-                budget.patches_of(rollout.prompt),
+                sum(map(budget.patches_of, rollout.shown)),
             )
 
 

@@ -35,7 +35,7 @@ def report_rollouts(metrics: Metrics, rollouts: Sequence[Rollout], *, kl: bool) 
     """
     if not rollouts:
         return
-    lengths = [len(rollout.completion.completion_ids) for rollout in rollouts]
+    lengths = [sum(rollout.completion.sampled) for rollout in rollouts]
     ended = [n for n, r in zip(lengths, rollouts, strict=True) if r.completion.finish_reason == "stop"]
     metrics.add_spread("completions/", [float(length) for length in lengths], "_length")
     metrics.add_spread("completions/", [float(length) for length in ended], "_terminated_length")
@@ -49,6 +49,24 @@ def report_rollouts(metrics: Metrics, rollouts: Sequence[Rollout], *, kl: bool) 
     metrics.add_mean("images/mean_count", shown / len(prompts), len(prompts))
     tokens = sum(prompt.num_tokens for prompt in prompts)
     metrics.add_mean("images/token_share", sum(p.num_image_tokens for p in prompts) / tokens, tokens)
+    report_tools(metrics, rollouts)
+
+
+def report_tools(metrics: Metrics, rollouts: Sequence[Rollout]) -> None:
+    """Tool calls of this process's rollouts, where they have turns."""
+    turns = [rollout.completion.turns for rollout in rollouts if rollout.completion.turns is not None]
+    if not turns:
+        return
+    calls = sum(its.num_calls for its in turns)
+    metrics.add_mean("tools/call_frequency", calls / len(turns), len(turns))
+    if calls:
+        metrics.add_mean("tools/failure_frequency", sum(its.num_failed for its in turns) / calls, calls)
+        metrics.add_mean("tools/timeout_frequency", sum(its.num_timed_out for its in turns) / calls, calls)
+    metrics.add("sum", "tools/num_rolled_back", float(sum(its.num_rolled_back for its in turns)))
+    added = [len(prompt.images) for rollout in rollouts for prompt in rollout.shown[1:]]
+    metrics.add_mean("tools/mean_images", sum(added) / len(turns), len(turns))
+    tokens = sum(len(its.sampled) for its in turns)
+    metrics.add_mean("tools/token_share", 1 - sum(sum(its.sampled) for its in turns) / tokens, tokens)
 
 
 def report_rewards(
@@ -109,7 +127,8 @@ def report_mismatch(
     counted = mask.bool().cpu()
     known, sizes = counted & ~gap.isnan().cpu(), gap.abs().double().cpu()
     names = ("text_only", "one_image", "many_images")
-    numbers = torch.tensor([min(2, len(r.prompt.images) + len(r.prompt.videos)) for r in rollouts])
+    shown = [sum(len(prompt.images) + len(prompt.videos) for prompt in rollout.shown) for rollout in rollouts]
+    numbers = torch.tensor([min(2, number) for number in shown])
     parts = {_DIFFERENCE: known}
     parts |= {f"{_DIFFERENCE}/{name}": known & (numbers == i)[:, None] for i, name in enumerate(names)}
     for name, part in parts.items():

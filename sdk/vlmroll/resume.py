@@ -1,8 +1,8 @@
 """The round that a checkpoint was made in: its rollouts, written beside the weights.
 
 A round is trained on in several steps, so a run that stops inside one must go on with the same completions. They are
-stored as numbers in JSON (floats are written exactly); prompts and pictures are not stored but encoded again from their
-dataset rows, which gives the same values.
+stored as numbers in JSON (floats are written exactly); prompts and their pictures are not stored but encoded again from
+their dataset rows, which gives the same values. What environments and tools have added is stored with them.
 """
 
 import hashlib
@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vlmroll.saved_turns import parts_from_json, parts_to_json, turns_from_json, turns_to_json
+from vlmroll.starts import Opener
 from vlmroll.types import Completion, Rollout
 from vlmroll_processors import ProcessorAdapter, Prompt
+from vlmroll_processors.rendering import template_kwargs_of
 from vlmroll_processors.types import Row
 
 _SCORES = ("old_logprobs", "ref_logprobs", "entropies", "loss_mask")
@@ -45,6 +48,8 @@ def save_round(current: Round, folder: str | Path, rank: int, plan: Mapping[str,
             "finish_reason": rollout.completion.finish_reason,
             "policy_version": rollout.completion.policy_version,
             "truncated": rollout.completion.truncated,
+            "turns": None if rollout.completion.turns is None else turns_to_json(rollout.completion.turns),
+            "observation": parts_to_json(rollout.observation),
             "rewards": dict(rollout.rewards),
             "reward": None if rollout.reward != rollout.reward else rollout.reward,
             "advantage": rollout.advantage,
@@ -95,13 +100,22 @@ def _scores(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_round(
-    folder: str | Path, rank: int, *, epoch: int, number: int, row_of: Callable[[int], Row], adapter: ProcessorAdapter
+    folder: str | Path,
+    rank: int,
+    *,
+    epoch: int,
+    number: int,
+    row_of: Callable[[int], Row],
+    opener: Opener,
 ) -> Round | None:
     """The round saved in a checkpoint, or None when the checkpoint holds another round or none.
 
     Args:
         row_of: a row's number -> the dataset row.
-        adapter: encodes the prompts again.
+        opener: made prompts of the rows, and does so again.
+
+    Raises:
+        ValueError: a row gives another prompt now, or later turns of a completion cannot be made again.
     """
     path = _path(folder, rank)
     if not path.is_file():
@@ -110,33 +124,52 @@ def load_round(
     if (content["epoch"], content["round"]) != (epoch, number):
         return None
     records: Sequence[dict[str, Any]] = content["rollouts"]
-    row_ids = list(dict.fromkeys(record["row_id"] for record in records))
-    rows = {row_id: row_of(row_id) for row_id in row_ids}
-    prompts = dict(zip(row_ids, adapter.encode(list(rows.values()), row_ids), strict=True))
+    rows = {row_id: row_of(row_id) for row_id in dict.fromkeys(record["row_id"] for record in records)}
+    # Siblings share a prompt, unless an environment told them different things.
+    opened = {(record["row_id"], json.dumps(record.get("observation", []))): record for record in records}
+    asked = [
+        opener.asked(rows[row_id], row_id, parts_from_json(record.get("observation", ())))
+        for (row_id, _), record in opened.items()
+    ]
+    prompts = dict(zip(opened, opener.adapter.encode(asked, [row_id for row_id, _ in opened]), strict=True))
+    rollouts: list[Rollout] = []
     for record in records:
-        if record["prompt"] != _digest(prompts[record["row_id"]]):
+        row_id, observation = record["row_id"], record.get("observation", [])
+        prompt = prompts[row_id, json.dumps(observation)]
+        if record["prompt"] != _digest(prompt):
             raise ValueError(
-                f"row {record['row_id']}: its prompt is not the one that {folder} has completions of; resume with the "
-                "same dataset, or from a checkpoint at the end of a round"
+                f"row {row_id}: its prompt is not the one that {folder} has completions of; resume with the same "
+                "dataset, or from a checkpoint at the end of a round"
             )
-    rollouts = tuple(
-        Rollout(
-            prompt=prompts[record["row_id"]],
-            completion=Completion(
-                completion_ids=tuple(record["completion_ids"]),
-                logprobs=_or_nan(record["logprobs"]),
-                finish_reason=record["finish_reason"],
-                policy_version=record["policy_version"],
-                truncated=record.get("truncated", False),
-            ),
-            row=rows[record["row_id"]],
-            row_id=record["row_id"],
-            group=record["group"],
-            rewards=record["rewards"],
-            reward=float("nan") if record["reward"] is None else record["reward"],
-            advantage=record["advantage"],
-            **_scores(record),
+        rollouts.append(
+            Rollout(
+                prompt=prompt,
+                completion=_completion(record, rows[row_id], prompt, opener.adapter),
+                row=rows[row_id],
+                row_id=row_id,
+                group=record["group"],
+                observation=parts_from_json(observation),
+                rewards=record["rewards"],
+                reward=float("nan") if record["reward"] is None else record["reward"],
+                advantage=record["advantage"],
+                **_scores(record),
+            )
         )
-        for record in records
+    return Round(epoch=epoch, number=number, rollouts=tuple(rollouts))
+
+
+def _completion(record: Mapping[str, Any], row: Row, prompt: Prompt, adapter: ProcessorAdapter) -> Completion:
+    ids, turns, where = tuple(record["completion_ids"]), record.get("turns"), f"row {record['row_id']}"
+    try:
+        options = template_kwargs_of(row, where=where)
+        again = None if turns is None else turns_from_json(turns, prompt, ids, adapter, options)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return Completion(
+        completion_ids=ids,
+        logprobs=_or_nan(record["logprobs"]),
+        finish_reason=record["finish_reason"],
+        policy_version=record["policy_version"],
+        truncated=record.get("truncated", False),
+        turns=again,
     )
-    return Round(epoch=epoch, number=number, rollouts=rollouts)

@@ -1,193 +1,22 @@
-"""Rollouts of one round: which part is this process's, masks, rewards to advantages, and the weight of each token.
+"""Rollouts of one round: scores, masks, rewards to advantages, and the weight of each token.
 
 All of it works on lists of `Rollout` and on plain numbers gathered from all processes.
 """
 
-import logging
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from vlmroll import data
-from vlmroll.generators.base import Generator
 from vlmroll.losses import token_weights
-from vlmroll.types import Completion, Rollout, SamplingParams
-from vlmroll_processors import ProcessorAdapter, Prompt, PromptTooLong
-from vlmroll_processors.types import Row
-
-logger = logging.getLogger(__name__)
+from vlmroll.types import Rollout
 
 _MOST_FOR_QUANTILE = 2**24
 """torch.quantile takes no more values."""
 
 Gather = Callable[[list[Any]], list[Any]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
-    """What one process generates of one prompt: `count` completions for the round's prompt number `group`.
-
-    `first` says whether the first completion of the group is among them.
-    """
-
-    group: int
-    count: int
-    first: bool = True
-
-
-def share_of(num_prompts: int, num_generations: int, rank: int, world_size: int) -> list[Share]:
-    """Cut a round into equal runs of completions, one for each process; a group may lie on two processes.
-
-    Example:
-        >>> [(share.group, share.count) for share in share_of(2, 4, rank=0, world_size=2)]
-        [(0, 4)]
-    """
-    total = num_prompts * num_generations
-    size = -(-total // world_size)
-    first, last = min(rank * size, total), min((rank + 1) * size, total)
-    shares: list[Share] = []
-    for group in range(num_prompts):
-        start, end = group * num_generations, (group + 1) * num_generations
-        if (count := min(end, last) - max(start, first)) > 0:
-            shares.append(Share(group=group, count=count, first=first <= start))
-    return shares
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Encoded:
-    """The prompts of some shares, with the rows that they come from; each has one entry for each share.
-
-    Attributes:
-        num_skipped: rows that were left out because their prompts were too long.
-    """
-
-    shares: tuple[Share, ...]
-    prompts: tuple[Prompt, ...]
-    rows: tuple[Row, ...]
-    row_ids: tuple[int, ...]
-    num_skipped: int = 0
-
-
-def encode(
-    adapter: ProcessorAdapter,
-    rows: Sequence[Row],
-    row_ids: Sequence[int],
-    shares: Sequence[Share],
-    *,
-    skip: bool = False,
-    replace: bool = True,
-) -> Encoded:
-    """Encode the rows of a round that belong to some shares.
-
-    Args:
-        skip: leave out rows whose prompts are too long.
-        replace: put another row in the place of one that is left out (`data.stand_ins`, the same in all processes);
-            else its share is left out.
-
-    Raises:
-        PromptTooLong: a prompt is too long, and it is not to be skipped, or there is no other row that fits.
-    """
-    places = [share.group for share in shares]
-    if not skip:
-        chosen = [rows[place] for place in places]
-        prompts = adapter.encode(chosen, [row_ids[place] for place in places])
-        ids = tuple(row_ids[place] for place in places)
-        return Encoded(shares=tuple(shares), prompts=tuple(prompts), rows=tuple(chosen), row_ids=ids)
-    found: list[tuple[Share, Prompt, Row, int]] = []
-    skipped = 0
-    for share in shares:
-        others = data.stand_ins(rows, row_ids, share.group) if replace else iter(())
-        row_id, row = row_ids[share.group], rows[share.group]
-        while True:
-            try:
-                (prompt,) = adapter.encode([row], [row_id])
-                found.append((share, prompt, row, row_id))
-                break
-            except PromptTooLong as error:
-                skipped += share.first
-                logger.warning("skipped: %s", error)
-                other = next(others, None)
-                if other is None and replace:
-                    raise
-            if other is None:
-                break
-            row_id, row = other
-    columns = list(zip(*found, strict=True)) or [(), (), (), ()]
-    return Encoded(shares=columns[0], prompts=columns[1], rows=columns[2], row_ids=columns[3], num_skipped=skipped)
-
-
-def check_lengths(encoded: Encoded, max_new: int, context: int | None) -> None:
-    """Refuse prompts that leave no room for the longest completion in the model's context.
-
-    Args:
-        max_new: `max_completion_length`.
-        context: positions that the model has; None for models without a limit.
-
-    Raises:
-        ValueError: names the row.
-    """
-    for prompt, row_id in zip(encoded.prompts, encoded.row_ids, strict=True):
-        if context is not None and prompt.num_tokens + max_new > context:
-            raise ValueError(
-                f"row {row_id}: its prompt has {prompt.num_tokens} tokens ({prompt.num_image_tokens} of pictures), and "
-                f"with max_completion_length={max_new} that is more than the model's {context} positions; shorten the "
-                "row, lower max_pixels or max_completion_length, or leave the row out"
-            )
-
-
-def generate_shares(
-    generator: Generator,
-    prompts: Sequence[Prompt],
-    sampling: SamplingParams,
-    shares: Sequence[Share],
-    gather: Gather = list,
-) -> list[tuple[Completion, ...]]:
-    """The completions of each share; prompts that need as many completions go to the generator together.
-
-    Args:
-        gather: list -> the concatenated lists of all processes, for generators that all of them have to call together.
-    """
-    completions: list[tuple[Completion, ...]] = [()] * len(shares)
-    counts = [share.count for share in shares]
-    for count in sorted(set(gather(counts) if getattr(generator, "collective", False) else counts)):
-        chosen = [i for i, share in enumerate(shares) if share.count == count]
-        # Calls of one round must not draw the same random numbers.
-        seed = None if sampling.seed is None else sampling.seed + count
-        output = generator.generate([prompts[i] for i in chosen], replace(sampling, seed=seed), count)
-        for i, group in zip(chosen, output.completions, strict=True):
-            if len(group) != count:
-                raise ValueError(
-                    f"the generator returned {len(group)} completions for a prompt where {count} were asked for; "
-                    "`generate` must return `num_generations` for each"
-                )
-            completions[i] = group
-    return completions
-
-
-def assemble(
-    encoded: Encoded, completions: Sequence[tuple[Completion, ...]], banned_ids: Container[int] = ()
-) -> list[Rollout]:
-    """One rollout for each completion, siblings side by side.
-
-    Raises:
-        ValueError: a completion holds an id that must not be sampled.
-    """
-    for group, row_id in zip(completions, encoded.row_ids, strict=True):
-        if found := [i for completion in group for i in completion.completion_ids if i in banned_ids]:
-            raise ValueError(
-                f"row {row_id}: the generator sampled the id {found[0]}, which stands for a picture or is banned; it "
-                "must forbid the adapter's vision_ids"
-            )
-    return [
-        Rollout(prompt=prompt, completion=completion, row=row, row_id=row_id, group=share.group)
-        for share, prompt, group, row, row_id in zip(
-            encoded.shares, encoded.prompts, completions, encoded.rows, encoded.row_ids, strict=True
-        )
-        for completion in group
-    ]
 
 
 def with_scores(rollouts: Sequence[Rollout], **scores: torch.Tensor | None) -> list[Rollout]:

@@ -3,7 +3,7 @@
 The backbone runs once over prompt and completion; the head is applied to the positions that predict completion tokens
 only, `chunk_size` of them at a time. Logits of one chunk exist at a time: in the backward pass they are computed again.
 
-Shapes: B rows, C longest completion, N completion tokens of the batch, H hidden size, V vocabulary.
+Shapes: B rows, C longest completion, N sampled tokens of the batch, H hidden size, V vocabulary.
 """
 
 import inspect
@@ -25,7 +25,7 @@ from vlmroll_processors import PackedBatch, PaddedBatch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
-    """Scores of completion tokens; 0 on padding.
+    """Scores of sampled tokens; 0 on those that a tool or environment added, and on padding.
 
     Attributes:
         logprobs: [B, C] of the sampled ids at the sampling temperature, banned ids removed.
@@ -142,7 +142,7 @@ def _entropy(logits: Float[torch.Tensor, "N V"], temperature: float) -> Float[to
 def predicting_states(
     model: Any, head: Head, batch: PaddedBatch | PackedBatch, vision: VisionFeatures | None
 ) -> Float[torch.Tensor, "N H"]:
-    """The last hidden states from which each completion token is predicted, row by row."""
+    """The last hidden states from which each sampled token is predicted, row by row."""
 
     def run(piece: Any) -> torch.Tensor:
         inputs: dict[str, Any] = batch.model_inputs(piece, dtype=model.dtype)
@@ -156,7 +156,7 @@ def predicting_states(
     states = torch.cat([run(piece)[:, -length - 1 : -1] for piece in batch.pieces])
     if len(batch.pieces) > 1:
         states = states[torch.tensor([row for piece in batch.pieces for row in piece.rows]).argsort()]
-    return states[batch.completion_mask.bool()]
+    return states[batch.scored_mask.bool()]
 
 
 def policy_logprobs(
@@ -187,7 +187,7 @@ def policy_logprobs(
         torch.Size([8, 64])
     """
     head = head_of(model)
-    chosen = batch.completion_mask.bool()
+    chosen = batch.scored_mask.bool()
     hidden, ids = predicting_states(model, head, batch, vision), batch.completion_ids[chosen]
 
     def score(hidden: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -22,9 +22,6 @@ logger = logging.getLogger(__name__)
 
 _LATER = {
     "quantization_config": "load the quantised model yourself and give it as `model`",
-    "tools": "tools are not offered yet",
-    "rollout_func": "rollout functions are not offered yet; give a `generator`",
-    "environment_factory": "environments are not offered yet",
     "data_collator": "rows are encoded by the processor adapter; there is nothing to collate",
     "compute_metrics": "evaluation logs rewards; write a reward function",
     "model_init": "give the model itself",

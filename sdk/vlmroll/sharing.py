@@ -28,12 +28,13 @@ _FAILURES = (ValueError, TypeError, RuntimeError, LookupError, AttributeError)
 
 
 class Kind(NamedTuple):
-    """What may decide whether a rollout can share its prompt."""
+    """What may decide whether a rollout can share its prompt; `added`: later turns brought pictures."""
 
     images: bool
     videos: bool
     batch_key: int
     beyond_window: bool
+    added: bool
 
 
 class Trial(NamedTuple):
@@ -92,7 +93,7 @@ class Sharing:
             raise
         except _FAILURES as error:
             return self._refuse(model, str(error) if isinstance(error, NotShareable) else repr(error))
-        difference = float((found - expected).abs().sum() / padded.completion_mask.sum())
+        difference = float((found - expected).abs().sum() / padded.scored_mask.sum())
         if not difference <= tolerance(model.dtype):  # NaN is no agreement
             return self._refuse(model, f"its log-probabilities would differ by {difference:.2g} a token")
         return True
@@ -171,7 +172,9 @@ def _kind(rollout: Rollout, window: int | None) -> Kind:
     length = prompt.num_tokens + len(rollout.completion.completion_ids)
     # Some models leave the window to the mask of longer rows alone.
     beyond = window is not None and length > window
-    return Kind(bool(prompt.images), bool(prompt.videos), prompt.batch_key, beyond)
+    media = [(bool(shown.images), bool(shown.videos)) for shown in rollout.shown]
+    images, videos = (any(kind) for kind in zip(*media, strict=True))
+    return Kind(images, videos, rollout.shown[-1].batch_key, beyond, any(map(any, media[1:])))
 
 
 def _sample(alike: Sequence[Rollout]) -> list[Rollout]:

@@ -1,7 +1,7 @@
 """The trainer of policies. `GRPOTrainer` and `RLOOTrainer` are thin pages over it.
 
-    rows --adapter.encode--> Prompt --generator.generate--> GenerationOutput --rewards.score--> Rollout
-        --rescore--> Rollout --advantages--> Rollout --make_batch--> Batch --policy_logprobs--> logprobs --loss-->
+    rows --open_shares--> Start --episodes.run--> Rollout --rewards.score--> Rollout --rescore--> Rollout
+        --advantages--> Rollout --make_batch--> Batch --policy_logprobs--> logprobs --loss-->
 
 `collect` is the first line, one round of generation; `compute_loss` is the second, one micro-batch of it. In between
 the rollouts are a list, which the loop (`vlmroll.loop`) cuts; each knows its share in the loss of the whole optimizer
@@ -18,17 +18,18 @@ from typing import Any, ClassVar, cast
 import torch
 from accelerate.utils import gather_object
 
-from vlmroll import engines, losses, reporting, rollouts, setup
+from vlmroll import engines, losses, reporting, rollouts, setup, starts
 from vlmroll.advantages import zero_variance
 from vlmroll.completions import table_rows
 from vlmroll.config import PolicyConfig
+from vlmroll.episodes import environments_of
 from vlmroll.generators import Generator
+from vlmroll.interaction import Asked, make_interaction, reward_suite
 from vlmroll.loop import RoundTrainer
 from vlmroll.losses import PolicyTerm
 from vlmroll.metrics import Metrics
 from vlmroll.mismatch import importance_weights
 from vlmroll.planning import plan, warn_of_large
-from vlmroll.rewards import RewardSuite
 from vlmroll.scorer import Scorer
 from vlmroll.types import Batch, Rollout, SamplingParams
 from vlmroll_processors.types import Row
@@ -50,6 +51,11 @@ class PolicyTrainer(RoundTrainer):
         callbacks, optimizers: as in `transformers.Trainer`.
         peft_config: makes an adapter that is trained in the model's place.
         generator: samples the completions; by default the policy itself does.
+        tools: functions with type hints and Google-style docstrings, sync or async, that the model may call.
+        environment_factory: makes an environment for each rollout: an object with `reset(**row)`, methods that the
+            model may call, and perhaps `get_reward()` and `close()`. A dict of factories is chosen from by the rows'
+            column `environment`.
+        rollout_func: makes the completions in the place of generator and tools, see `vlmroll.own_rollouts`.
 
     Raises:
         ValueError, TypeError: options, rows or rewards that cannot work, named with the fix.
@@ -72,6 +78,9 @@ class PolicyTrainer(RoundTrainer):
         *,
         peft_config: Any = None,
         generator: Generator | None = None,
+        tools: Sequence[Any] | None = None,
+        environment_factory: Any = None,
+        rollout_func: Any = None,
         **others: Any,
     ) -> None:
         name = type(self).__name__
@@ -84,10 +93,10 @@ class PolicyTrainer(RoundTrainer):
         if generator is not None and not isinstance(cast("object", generator), Generator):
             raise TypeError(f"{name}: generator is {generator!r}; it needs generate, sync_weights, close, banned_ids")
         engines.check_options(args, generator)
+        asked = Asked(tools=tools, environment_factory=environment_factory, rollout_func=rollout_func)
         parts = setup.prepare(model, args, processing_class, peft_config)
         self.adapter, self.reference = parts.adapter, parts.reference
         functions = setup.reward_functions(reward_funcs, reward_processing_classes, args)
-        self.rewards = RewardSuite(functions, args.reward_weights)
         self.generator = engines.make_generator(parts.model, parts.adapter, args) if generator is None else generator
         limits = (setup.context_length(parts.model), getattr(self.generator, "max_model_length", None))
         self._context = min((limit for limit in limits if limit is not None), default=None)
@@ -100,6 +109,8 @@ class PolicyTrainer(RoundTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
+        self.interaction = make_interaction(asked, parts.adapter, self.generator, self)
+        self.rewards = reward_suite(functions, args, self.interaction.pool)
         self._told_large: set[int] = set()
         self.scorer = Scorer(self.accelerator, args, parts.adapter, self.generator)
         if parts.adapter.family.inferred:
@@ -117,29 +128,28 @@ class PolicyTrainer(RoundTrainer):
 
     def collect(self, rows: Sequence[Row], row_ids: Sequence[int], seed: tuple[Any, ...], mode: str) -> list[Rollout]:
         """This process's rollouts of one round, ready to train on."""
+        try:
+            return self._collect(rows, row_ids, seed, mode)
+        finally:
+            self.interaction.opener.release()
+
+    def _collect(self, rows: Sequence[Row], row_ids: Sequence[int], seed: tuple[Any, ...], mode: str) -> list[Rollout]:
         metrics = self.metrics[mode]
         num_generations = self.args.generations_per_prompt(evaluating=mode == "eval")
         rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
-        shares = rollouts.share_of(len(rows), num_generations, rank, world_size)
+        shares = starts.share_of(len(rows), num_generations, rank, world_size)
         with metrics.timed("encode"):
-            skip = self.args.long_prompts == "skip"
-            encoded = rollouts.encode(self.adapter, rows, row_ids, shares, skip=skip, replace=mode == "train")
-        shares = encoded.shares
-        metrics.add("sum", "prompts/num_skipped", float(encoded.num_skipped))
-        if skip and not any(gather_object([len(shares)])):
+            skip, opener = self.args.long_prompts == "skip", self.interaction.opener
+            opened = starts.open_shares(opener, rows, row_ids, shares, skip=skip, replace=mode == "train")
+        metrics.add("sum", "prompts/num_skipped", float(opened.num_skipped))
+        if skip and not any(gather_object([len(opened.shares)])):
             return []
-        rollouts.check_lengths(encoded, self.args.max_completion_length, self._context)
-        # An engine of its own has its own precision.
-        own = getattr(self.generator, "has_mismatch", False)
-        precision = contextlib.nullcontext() if own else self.accelerator.autocast()
-        with metrics.timed(getattr(self.generator, "metric_name", "generate")), precision:
-            completions = rollouts.generate_shares(
-                self.generator, encoded.prompts, self._sampling(seed), shares, gather_object
-            )
-        found = rollouts.assemble(encoded, completions, self.generator.banned_ids)
+        with metrics.timed(getattr(self.generator, "metric_name", "generate")):
+            found = self._run(opened, self._sampling(*seed))
         texts = [self.adapter.decode(rollout.completion.completion_ids) for rollout in found]
         with metrics.timed("_calculate_rewards"):
-            found = self.rewards.score(found, texts, self.state, metrics)
+            places = environments_of(opened) if self.interaction.pool else None
+            found = self.rewards.score(found, texts, self.state, metrics, environments=places)
         if self.args.mask_truncated_completions:
             found = rollouts.leave_out(found, [r.completion.finish_reason == "length" for r in found])
         with metrics.timed("_get_per_token_logps_and_entropies"):
@@ -148,18 +158,35 @@ class PolicyTrainer(RoundTrainer):
         self._report(found, texts, mode)
         return found
 
-    def _sampling(self, seed: tuple[Any, ...]) -> SamplingParams:
-        args = self.args
-        return SamplingParams(
-            max_tokens=args.max_completion_length,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            top_k=args.top_k or 0,
-            min_p=args.min_p or 0.0,
-            repetition_penalty=args.repetition_penalty,
-            seed=setup.derive_seed(args.seed, *seed, self.accelerator.process_index),
-            extra=setup.options_dict(args.generation_kwargs),
-        )
+    def roll_out(
+        self, rows: Sequence[Row], sampling: SamplingParams | None = None, num_generations: int = 1
+    ) -> list[Rollout]:
+        """Completions of rows, siblings side by side, with tools and environments as in training, without rewards.
+
+        Args:
+            rows: as in the dataset.
+            sampling: by default that of training; `max_tokens` counts all turns.
+
+        Example:
+            >>> found = trainer.roll_out(rows[:8], SamplingParams(temperature=0.0, max_tokens=64))  # doctest: +SKIP
+            >>> found[0].completion.turns.messages  # doctest: +SKIP
+        """
+        shares = starts.share_of(len(rows), num_generations, rank=0, world_size=1)
+        try:
+            opened = starts.open_shares(self.interaction.opener, rows, range(len(rows)), shares)
+            return self._run(opened, self._sampling("roll_out") if sampling is None else sampling)
+        finally:
+            self.interaction.opener.release()
+
+    def _run(self, opened: starts.Opened, sampling: SamplingParams) -> list[Rollout]:
+        starts.check_lengths(opened, sampling.max_tokens, self._context)
+        # An engine of its own has its own precision.
+        own = getattr(self.generator, "has_mismatch", False)
+        with contextlib.nullcontext() if own else self.accelerator.autocast():
+            return self.interaction.episodes.run(opened, sampling, gather_object)
+
+    def _sampling(self, *seed: Any) -> SamplingParams:
+        return engines.sampling_of(self.args, setup.derive_seed(self.args.seed, *seed, self.accelerator.process_index))
 
     def _rescore(self, found: list[Rollout]) -> list[Rollout]:
         """Score under the policy as it is now and under the reference, where the objective needs it.

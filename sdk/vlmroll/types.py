@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float, Int
 
-from vlmroll_processors import PackedBatch, PaddedBatch, Prompt
+from vlmroll_processors import Continuation, PackedBatch, PaddedBatch, Prompt
 
 FinishReason = Literal["stop", "length"]
 
@@ -30,6 +30,7 @@ class SamplingParams:
         top_p, top_k, min_p, repetition_penalty: as in transformers' GenerationConfig; 1.0, 0, 0.0 and 1.0 switch off.
         seed: of this call; None draws from torch's global generator.
         extra: further options of the engine's own, by its own names.
+        limits: for each prompt of the call its longest completion, where they differ; none is above `max_tokens`.
 
     Example:
         >>> SamplingParams(max_tokens=8, temperature=0.7).top_p
@@ -44,6 +45,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     seed: int | None = None
     extra: Mapping[str, Any] = field(default_factory=_nothing)
+    limits: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         wrong = {
@@ -53,23 +55,60 @@ class SamplingParams:
             "top_k must not be negative": self.top_k < 0,
             "min_p must be from 0 to 1": not 0 <= self.min_p <= 1,
             "repetition_penalty must be above 0": self.repetition_penalty <= 0,
+            "limits must be from 1 to max_tokens": not all(1 <= n <= self.max_tokens for n in self.limits or ()),
         }
         for message, bad in wrong.items():
             if bad:
                 raise ValueError(f"SamplingParams: {message}, got {getattr(self, message.split()[0])}")
 
+    def limits_of(self, num_prompts: int) -> tuple[int, ...]:
+        """For each prompt of a call its longest completion.
+
+        Raises:
+            ValueError: `limits` are of another number of prompts.
+        """
+        limits = (self.max_tokens,) * num_prompts if self.limits is None else self.limits
+        if len(limits) != num_prompts:
+            raise ValueError(f"SamplingParams: {len(limits)} limits for {num_prompts} prompts; give one for each")
+        return limits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turns:
+    """What a completion of several turns consists of: what the model sampled, and what tools or others added.
+
+    Attributes:
+        sampled: [C] 1 on ids that the model sampled, 0 on those that were added.
+        continuation: from the completion's prompt to that of its last turn, which has the pictures of all turns.
+        messages: the completion as chat messages: of the assistant, with `tool_calls`, and of tools.
+        num_calls: how many tool calls there were.
+        num_failed, num_timed_out: how many of them ended in an error message, and of those by their time limit.
+        num_rolled_back: how many calls were dropped with their results, since these did not fit.
+        extra: further values for reward functions, by the names of their arguments.
+    """
+
+    sampled: tuple[int, ...]
+    continuation: Continuation
+    messages: tuple[Mapping[str, Any], ...] = ()
+    num_calls: int = 0
+    num_failed: int = 0
+    num_timed_out: int = 0
+    num_rolled_back: int = 0
+    extra: Mapping[str, Any] = field(default_factory=_nothing)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """One sampled completion.
+    """One sampled completion, or several with what was added between them.
 
     Attributes:
-        completion_ids: the sampled ids, a stop token included when there is one.
+        completion_ids: the ids, a stop token included when there is one.
         logprobs: of each sampled token under the policy at the sampling temperature, vision ids removed, before top_p,
-            top_k, min_p and penalties: the number that training scores again.
-        finish_reason: "stop" at a stop token, "length" at the limit.
+            top_k, min_p and penalties: the number that training scores again. 0 on ids that were added.
+        finish_reason: "stop" at a stop token, "length" at the limit, or where the next turn did not fit.
         policy_version: how often the weights had been synchronised when it was sampled.
         truncated: logprobs are of the distribution after min_p, top_k and top_p, in this order, normalised again.
+        turns: see `Turns`; None where the model sampled everything in one turn.
     """
 
     completion_ids: tuple[int, ...]
@@ -77,6 +116,7 @@ class Completion:
     finish_reason: FinishReason
     policy_version: int = 0
     truncated: bool = False
+    turns: Turns | None = None
 
     def __post_init__(self) -> None:
         if not self.completion_ids or len(self.completion_ids) != len(self.logprobs):
@@ -84,6 +124,16 @@ class Completion:
                 f"a completion needs one log-probability for each of its ids and at least one id, "
                 f"got {len(self.completion_ids)} ids and {len(self.logprobs)} log-probabilities"
             )
+        if len(self.sampled) != len(self.completion_ids) or not any(self.sampled):
+            raise ValueError(
+                f"a completion of several turns needs a 1 or 0 for each of its ids and at least one 1, got "
+                f"{len(self.completion_ids)} ids and {len(self.sampled)} values, {sum(self.sampled)} of them 1"
+            )
+
+    @property
+    def sampled(self) -> tuple[int, ...]:
+        """[C] 1 on ids that the model sampled."""
+        return (1,) * len(self.completion_ids) if self.turns is None else self.turns.sampled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +162,8 @@ class GenerationOutput:
                     f"prompt {i}: the engine used {len(used)} ids that differ from the {prompt.num_tokens} encoded "
                     "ones; it must get `engine_ids` if it expands placeholders itself, else `prompt_ids`"
                 )
+            for completion in self.completions[i]:
+                _check_turns(prompt, completion, where=f"prompt {i}")
 
     @property
     def completion_ids(self) -> list[list[int]]:
@@ -125,9 +177,23 @@ class GenerationOutput:
 
     @property
     def forward_kwargs(self) -> list[Mapping[str, torch.Tensor]]:
-        """For each completion the forward kwargs of its prompt; siblings share one mapping."""
+        """For each completion the forward kwargs of its prompt, of the last turn where it has several."""
         pairs = zip(self.prompts, self.completions, strict=True)
-        return [prompt.forward_kwargs for prompt, group in pairs for _ in group]
+        return [
+            (prompt if completion.turns is None else completion.turns.continuation.prompt).forward_kwargs
+            for prompt, group in pairs
+            for completion in group
+        ]
+
+
+def _check_turns(prompt: Prompt, completion: Completion, *, where: str) -> None:
+    """Refuse turns that are not those of a prompt and its completion."""
+    if completion.turns is None:
+        return
+    continuation = completion.turns.continuation
+    added = () if continuation.added is None else continuation.added.prompt_ids
+    if continuation.start is not prompt or completion.completion_ids[: len(added)] != added:
+        raise ValueError(f"{where}: its completion does not begin with the ids that its turns added to its prompt")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,6 +204,7 @@ class Rollout:
         row: the dataset row.
         row_id: its number in the dataset (or in the stream).
         group: number of the group in its round; siblings share it.
+        observation: content parts that an environment added to the row's prompt.
         rewards: reward by function name; None where a function gave none.
         reward: the weighted sum; NaN when no function gave one.
         advantage: what the objective multiplies with; 0 without a reward.
@@ -146,7 +213,7 @@ class Rollout:
         entropies: [C] of the policy's distributions when the round began, in nats; None unless asked for.
         mismatch: [C] log-probabilities of the policy when the round began less those of its engine, NaN where the
             engine gave none; None while that is the current policy, and where the policy itself samples.
-        loss_mask: [C] 1 where a token counts in the loss and in its normaliser; None means everywhere.
+        loss_mask: [C] 1 where a sampled token counts in the loss and in its normaliser; None means everywhere.
         entropy_mask: [C] 1 where the policy term counts (`top_entropy_quantile`); None means everywhere.
         loss_weight: the share of each counted token in the optimizer step's loss.
     """
@@ -156,6 +223,7 @@ class Rollout:
     row: Mapping[str, Any]
     row_id: int
     group: int
+    observation: tuple[Mapping[str, Any], ...] = ()
     rewards: Mapping[str, float | None] = field(default_factory=_nothing)
     reward: float = float("nan")
     advantage: float = 0.0
@@ -172,11 +240,20 @@ class Rollout:
             values: Sequence[float] | None = getattr(self, name)
             if values is not None and len(values) != len(self.completion.completion_ids):
                 raise ValueError(f"{name} has {len(values)} values for {len(self.completion.completion_ids)} tokens")
+        _check_turns(self.prompt, self.completion, where=f"row {self.row_id}")
 
     @property
     def counted(self) -> tuple[int, ...]:
-        """[C] 1 where a token counts in the loss: `loss_mask`, or 1 everywhere."""
-        return (1,) * len(self.completion.completion_ids) if self.loss_mask is None else self.loss_mask
+        """[C] 1 where a token counts in the loss: where the model sampled it, and `loss_mask` says no other."""
+        sampled = self.completion.sampled
+        return sampled if self.loss_mask is None else tuple(a & b for a, b in zip(sampled, self.loss_mask, strict=True))
+
+    @property
+    def shown(self) -> tuple[Prompt, ...]:
+        """The prompt, and what later turns added to it, as prompts: all that has pictures."""
+        turns = self.completion.turns
+        added = None if turns is None else turns.continuation.added
+        return (self.prompt,) if added is None else (self.prompt, added)
 
     @property
     def num_loss_tokens(self) -> int:

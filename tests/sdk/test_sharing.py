@@ -4,7 +4,6 @@ import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +12,16 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM, Qwen3ForCausalLM
 
+from shared_prompts import NOT_SHARED, SHARED, scores_and_gradients, shares, sharing
 from tiny_models import tiny
-from training_runs import ALGORITHMS, FAMILIES, gradients, make_trainer, prompts, relative_difference
+from training_runs import ALGORITHMS, gradients, make_trainer, prompts, relative_difference
 from vlmroll.attention import NAME, NotShareable, segments_of, switch_on
 from vlmroll.batches import join_rollouts
 from vlmroll.scoring import policy_logprobs
-from vlmroll.sharing import Sharing, is_causal
+from vlmroll.sharing import is_causal
 from vlmroll.types import Completion, Rollout
 from vlmroll_processors import PackedBatch, PaddedBatch, Prompt
 
-NOT_SHARED = {
-    "qwen3_5": "layers of another kind: linear_attention",
-    "lfm2_vl": "layers of another kind: conv",
-    "gemma3": "some of its attention is not causal",
-    "gemma3_panscan": "some of its attention is not causal",
-    "gemma4": "some of its attention is not causal",
-    "paligemma": "some of its attention is not causal",
-    "paligemma2": "some of its attention is not causal",
-    "llama4": "layers of another kind: chunked_attention",
-}
-"""Linear attention and convolutions run over all tokens of a row. In the others, tokens of a picture, or of the whole
-prompt, attend to what comes after them."""
-SHARED = tuple(name for name in ("text", *FAMILIES) if name not in NOT_SHARED)
 LENGTHS = (4, 2, 7, 1, 5, 3, 6, 1, 1, 2, 3, 2)
 
 
@@ -53,24 +40,6 @@ def rollouts_of(name: str, lengths: Sequence[int] = LENGTHS) -> list[Rollout]:
         )
         for i, (prompt, n) in enumerate(zip(owners, lengths, strict=False))
     ]
-
-
-def sharing(*, wanted: bool = True) -> Sharing:
-    join = partial(join_rollouts, pad_token_id=0, device="cpu")
-    return Sharing(lambda found, packed: join(found, packed=packed), wanted=wanted)
-
-
-def shares(model: Any, found: Sequence[Rollout]) -> bool:
-    with torch.no_grad():
-        return sharing().applies(model, found, lambda inputs: policy_logprobs(model, inputs).logprobs)
-
-
-def scores_and_gradients(model: Any, found: Sequence[Rollout], *, packed: bool) -> tuple[torch.Tensor, Any]:
-    model.zero_grad()
-    inputs = join_rollouts(found, pad_token_id=0, device="cpu", packed=packed)
-    scores = policy_logprobs(model, inputs, temperature=0.9, banned_ids=[3], chunk_size=5).logprobs
-    (scores * torch.linspace(-1, 1, scores.numel()).view_as(scores)).sum().backward()
-    return scores.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_equal(model: Any, found: Sequence[Rollout]) -> None:

@@ -37,7 +37,9 @@ class GenerationOptions:
     num_generations_eval: int | None = option(
         None, help="Completions of each prompt in evaluation, at least 1. None: as in training."
     )
-    max_completion_length: int = option(512, help="Most tokens that a completion may have.")
+    max_completion_length: int = option(
+        512, help="Most tokens that a completion may have, over all turns, with what tools return."
+    )
     generation_batch_size: int | None = option(
         None,
         help="Completions of one generation round over all processes. None: per_device_train_batch_size times "
@@ -57,7 +59,19 @@ class GenerationOptions:
         None, help="Keyword arguments for the chat template of the tokenizer or processor."
     )
     max_tool_calling_iterations: int | None = option(
-        None, help="Most rounds of tool calls in a completion.", refused="tools are not offered yet; leave it out"
+        None, help="Most turns of a completion whose tool calls are run. None: as many as fit max_completion_length."
+    )
+    tool_timeout: float | None = option(
+        30.0,
+        help="Seconds that a tool call, or the reset of an environment, may take; a call that takes longer ends in an "
+        "error message for the model. None: no limit.",
+        new=True,
+    )
+    tool_call_format: str | None = option(
+        None,
+        help="How the model writes tool calls, where neither the tokenizer's response template nor its chat template "
+        "tells: a name of vlmroll.tools.FORMATS.",
+        new=True,
     )
     temperature: float = option(1.0, help="Logits are divided by this before sampling; above 1 is more random.")
     top_p: float = option(1.0, help="Sample from the likeliest tokens that reach this total probability. 1: all.")
@@ -100,6 +114,9 @@ class GenerationOptions:
         require(per_eval is None or per_eval >= 1, "num_generations_eval", per_eval, "it must be at least 1, or None")
         require(bool(length and length >= 1), "max_completion_length", length, "it must be at least 1 token")
         require_dict("chat_template_kwargs", self.chat_template_kwargs)
+        most, seconds = self.max_tool_calling_iterations, self.tool_timeout
+        require(most is None or most >= 1, "max_tool_calling_iterations", most, "it must be at least 1, or None")
+        require(seconds is None or 0 < seconds < math.inf, "tool_timeout", seconds, "it must be above 0 s, or None")
         self._check_sampling()
         self._check_continuous_batching()
 

@@ -70,13 +70,14 @@ class ScriptedGenerator:
         self.policy_version = 0
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, num_generations: int) -> GenerationOutput:
-        """The next `len(prompts) * num_generations` completions of the script, cut at `sampling.max_tokens`."""
+        """The next `len(prompts) * num_generations` completions of the script, cut at their limits."""
         self.requests.append((tuple(prompts), sampling, num_generations))
+        limits = sampling.limits_of(len(prompts))
         return GenerationOutput(
             prompts=tuple(prompts),
             prompt_ids=tuple(prompt.prompt_ids for prompt in prompts),
             completions=tuple(
-                tuple(self._completion(sampling.max_tokens) for _ in range(num_generations)) for _ in prompts
+                tuple(self._completion(limit) for _ in range(num_generations)) for limit in limits
             ),
         )
 

@@ -79,13 +79,13 @@ class ContinuousBatchingGenerator:
         if not prompts or num_generations < 1:
             raise ValueError(f"nothing to generate: {len(prompts)} prompts, {num_generations} generations each")
         check_extra(sampling.extra)
-        for i, prompt in enumerate(prompts):
+        for i, (prompt, limit) in enumerate(zip(prompts, sampling.limits_of(len(prompts)), strict=True)):
             if prompt.images or prompt.videos:
                 raise ValueError(
                     f"prompt {i} has {len(prompt.images)} pictures and {len(prompt.videos)} videos, and the continuous "
                     f"batching of transformers reads text only; {OTHERS}"
                 )
-            self._engine.check_length(i, prompt.num_tokens, sampling.max_tokens)
+            self._engine.check_length(i, prompt.num_tokens, limit)
         seed = int(torch.randint(2**62, ())) if sampling.seed is None else sampling.seed
         banned = torch.tensor(sorted(self.banned_ids), dtype=torch.long, device=self._engine.device)
         own = None

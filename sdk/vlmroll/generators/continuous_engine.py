@@ -148,8 +148,9 @@ class Engine:
             chain.logits_processor = LogitsProcessorList([step])
             chain.tensors_required, chain.do_processing = int(python), True
             # All requests wait before it starts, so that the same ones run together in each call.
-            for i, prompt in enumerate(prompts):
-                manager.add_request(list(prompt.prompt_ids), request_id=str(i), eos_token_id=self._stop_ids)
+            for i, (prompt, limit) in enumerate(zip(prompts, sampling.limits_of(len(prompts)), strict=True)):
+                ids, ends = list(prompt.prompt_ids), self._stop_ids
+                manager.add_request(ids, request_id=str(i), max_new_tokens=limit, eos_token_id=ends)
             try:
                 with _reason_of(self._model):
                     manager.warmup()  # makes the cache

@@ -101,11 +101,13 @@ class TransformersGenerator:
         if not prompts or num_generations < 1:
             raise ValueError(f"nothing to generate: {len(prompts)} prompts, {num_generations} generations each")
         n, groups = num_generations, dict[int, tuple[Completion, ...]]()
+        limits = sampling.limits_of(len(prompts))
         with torch.no_grad(), eval_mode(self.model), self._sharing():
             for number, places in enumerate(alike(prompts)):
                 seed = None if sampling.seed is None else sampling.seed + (number << 32)
-                chosen = [prompts[i] for i in places]
-                found = self._grow(chosen, replace(sampling, seed=seed), n).completions(self.policy_version)
+                chosen, its = [prompts[i] for i in places], tuple(limits[i] for i in places)
+                part = replace(sampling, seed=seed, limits=its, max_tokens=max(its))
+                found = self._grow(chosen, part, n).completions(self.policy_version)
                 groups |= {place: tuple(found[i * n : (i + 1) * n]) for i, place in enumerate(places)}
         return GenerationOutput(
             prompts=tuple(prompts),
@@ -151,6 +153,7 @@ class TransformersGenerator:
         warp = processors(sampling, self.stop_ids, branches.history.length, str(device))
         stop = torch.tensor(self.stop_ids, dtype=torch.long, device=device)
         grown = _Grown(len(branches.completions))
+        limits = [limit for limit in sampling.limits_of(len(prompts)) for _ in range(num_generations)]
         for step in range(sampling.max_tokens):
             logits = branches.logits.float().index_fill_(1, banned, float("-inf"))
             history, warped = branches.history, logits
@@ -161,8 +164,9 @@ class TransformersGenerator:
             grown.steps.append((branches.completions, tokens, logprobs))
             ends: list[bool] = torch.isin(tokens, stop).tolist()  # all that is read from the device in a step
             grown.stopped.update(row for row, end in zip(branches.completions, ends, strict=True) if end)
-            alive = [row for row, end in enumerate(ends) if not end]
-            if not alive or step + 1 == sampling.max_tokens:
+            places = enumerate(zip(branches.completions, ends, strict=True))
+            alive = [row for row, (completion, end) in places if not end and step + 1 < limits[completion]]
+            if not alive:
                 break
             if len(alive) < len(ends):
                 branches.keep(alive)

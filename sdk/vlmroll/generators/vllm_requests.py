@@ -159,14 +159,12 @@ class RequestMaker:
         check_extra(sampling.extra)
         if sampling.temperature > HOTTEST:
             raise ValueError(f"temperature={sampling.temperature}: vLLM takes at most {HOTTEST}; lower it")
-        for i, prompt in enumerate(prompts):
-            self._check(i, prompt, sampling.max_tokens)
-        common = self._options(sampling, num_generations)
-        seeds = [None if sampling.seed is None else _seed(sampling.seed, i) for i in range(len(prompts))]
-        return [
-            Request(prompt=prompt, options=common if seed is None else {**common, "seed": seed})
-            for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
+        common, requests = self._options(sampling, num_generations), list[Request]()
+        for i, (prompt, limit) in enumerate(zip(prompts, sampling.limits_of(len(prompts)), strict=True)):
+            self._check(i, prompt, limit)
+            own = {"max_tokens": limit} | ({} if sampling.seed is None else {"seed": _seed(sampling.seed, i)})
+            requests.append(Request(prompt=prompt, options={**common, **own}))
+        return requests
 
     def _check(self, number: int, prompt: Prompt, max_tokens: int) -> None:
         if prompt.videos:
@@ -189,7 +187,6 @@ class RequestMaker:
         options: dict[str, Any] = {
             # Greedy completions are all the same, and vLLM makes no more than one.
             "n": num_generations if sampling.temperature > 0 else 1,
-            "max_tokens": sampling.max_tokens,
             "temperature": float(sampling.temperature),
             "top_p": float(sampling.top_p),
             "top_k": sampling.top_k,

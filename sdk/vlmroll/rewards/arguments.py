@@ -10,7 +10,7 @@ from vlmroll.types import Rollout
 from vlmroll_processors import Picture
 
 CONTEXT = ("trainer_state", "log_metric", "log_extra")
-_OURS = ("prompts", "completions", "completion_ids", *CONTEXT)
+_OURS = ("prompts", "completions", "completion_ids", "environments", *CONTEXT)
 
 
 def columns_of(rollouts: Sequence[Rollout], texts: Sequence[str]) -> dict[str, list[Any]]:
@@ -29,11 +29,16 @@ def columns_of(rollouts: Sequence[Rollout], texts: Sequence[str]) -> dict[str, l
         )
     columns: dict[str, list[Any]] = {name: [own(rollout.row.get(name)) for rollout in rollouts] for name in names}
     columns["prompts"] = [own(rollout.row["prompt"]) for rollout in rollouts]
-    columns["completions"] = [completion_of(r.row["prompt"], text) for r, text in zip(rollouts, texts, strict=True)]
+    columns["completions"] = [
+        completion_of(rollout.row["prompt"], text, () if turns is None else turns.messages)
+        for rollout, text, turns in zip(rollouts, texts, (r.completion.turns for r in rollouts), strict=True)
+    ]
     columns["completion_ids"] = [list(rollout.completion.completion_ids) for rollout in rollouts]
     pictures = {id(rollout.prompt): Pictures(rollout.prompt.images) for rollout in rollouts}
     columns["images"] = [pictures[id(rollout.prompt)] for rollout in rollouts]
-    return columns
+    extras = [{} if r.completion.turns is None else r.completion.turns.extra for r in rollouts]
+    names = sorted({name for extra in extras for name in extra})
+    return columns | {name: [own(extra.get(name)) for extra in extras] for name in names}
 
 
 class Pictures(Sequence[Image.Image]):
@@ -62,19 +67,20 @@ def own(value: Any) -> Any:
     return value
 
 
-def completion_of(prompt: Any, text: str) -> str | list[dict[str, str]]:
-    """A completion in the form of its prompt: a string, or one assistant message.
+def completion_of(prompt: Any, text: str, turns: Sequence[Mapping[str, Any]] = ()) -> str | list[dict[str, Any]]:
+    """A completion in the form of its prompt: a string, or messages: one of the assistant, or those of all turns.
 
     When the prompt ends in an assistant message, the completion carries that message on and holds its text too.
     """
     if isinstance(prompt, str):
         return text
+    messages = own(list(turns)) if turns else [{"role": "assistant", "content": text}]
     last = prompt[-1]
     if last["role"] == "assistant":
         content = last["content"]
         said = content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
-        text = said + text
-    return [{"role": "assistant", "content": text}]
+        messages[0]["content"] = said + messages[0]["content"]
+    return messages
 
 
 def accepted(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from vlmroll.completions import TABLE_COLUMNS
 from vlmroll.metrics import Metrics
 from vlmroll.rewards.arguments import accepted, columns_of
 from vlmroll.rewards.background import named, run_together
+from vlmroll.rewards.environment import EnvironmentReward
+from vlmroll.tools.environments import Environment
 from vlmroll.types import Rollout
 
 logger = logging.getLogger(__name__)
@@ -58,7 +60,15 @@ class RewardSuite:
         """The weighted sum [N] of rewards [N, F]; NaN where no function gave one."""
         return weighted_sum(rewards, self.weights)
 
-    def score(self, rollouts: Sequence[Rollout], texts: Sequence[str], state: Any, metrics: Metrics) -> list[Rollout]:
+    def score(
+        self,
+        rollouts: Sequence[Rollout],
+        texts: Sequence[str],
+        state: Any,
+        metrics: Metrics,
+        *,
+        environments: Sequence[Environment] | None = None,
+    ) -> list[Rollout]:
         """The rollouts with their rewards.
 
         Args:
@@ -66,6 +76,7 @@ class RewardSuite:
             texts: their decoded text.
             state: the trainer's state, handed to the functions.
             metrics: receives what the functions log, and their times.
+            environments: where each of the rollouts took place; functions get the user's own objects. None without.
 
         Raises:
             ValueError: a function asks for a column that is not there, or returned a wrong number of rewards or
@@ -79,6 +90,9 @@ class RewardSuite:
         for name, function in zip(self.names, self.functions, strict=True):
             given: dict[str, Any] = columns_of(rollouts, texts)
             given |= {"trainer_state": state, "log_metric": metrics.log_metric, "log_extra": self._log_extra(metrics)}
+            if environments is not None:
+                own = isinstance(function, EnvironmentReward)
+                given["environments"] = list(environments) if own else [its.instance for its in environments]
             with metrics.timed(name), named(name):
                 results[name] = function(**accepted(name, function, given))
             if inspect.isawaitable(results[name]):
