@@ -113,6 +113,24 @@ class Forced:
         """Nothing to free."""
 
 
+class ByPrompt(Forced):
+    """A generator whose turns follow from the prompt and the place among siblings alone, whatever it was asked before.
+
+    Args:
+        turns: among which it chooses.
+    """
+
+    def __init__(self, turns: Sequence[Sequence[int]]) -> None:
+        super().__init__([])
+        self._turns = [tuple(turn) for turn in turns]
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, num_generations: int) -> GenerationOutput:
+        numbers = [sum(prompt.prompt_ids) + i for prompt in prompts for i in range(num_generations)]
+        self._so_far = [prompt.prompt_ids for prompt in prompts for _ in range(num_generations)]
+        self._script = [[self._turns[number % len(self._turns)]] for number in numbers]
+        return super().generate(prompts, sampling, num_generations)
+
+
 def look(size: int) -> Any:
     """Shows a picture.
 

@@ -19,6 +19,10 @@ from vlmroll_processors.adapter import FamilyAdapter
 gc.freeze()
 
 ALGORITHMS = ("grpo", "rloo")
+TRAINER_ARGUMENTS = (
+    *("peft_config", "eval_dataset", "callbacks", "generator", "processing_class"),
+    *("tools", "environment_factory", "rollout_func"),
+)
 FAMILIES = (*VISION_FAMILIES, "janus", "ovis2", "llama4", "video_llama_3")
 """Families with pictures: those that the library names, and some that the generic rule serves."""
 
@@ -61,11 +65,12 @@ def prompts(name: str) -> tuple[Prompt, ...]:
 def make_trainer(
     algorithm: str, folder: Path, *, model: str = "qwen2_5_vl", reward: Any = variety, data: Any = None, **options: Any
 ) -> PolicyTrainer:
-    """A trainer on a fresh copy of a tiny model, with small defaults; `wrap` changes the model before."""
+    """A trainer on a fresh copy of a tiny model, with small defaults; `wrap` changes the model before.
+
+    What the trainer itself takes (`TRAINER_ARGUMENTS`) stands among the options.
+    """
     config, trainer = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}[algorithm]
-    extra = {
-        name: options.pop(name) for name in ("peft_config", "eval_dataset", "callbacks", "generator") if name in options
-    }
+    extra = {name: options.pop(name) for name in TRAINER_ARGUMENTS if name in options}
     defaults: dict[str, Any] = {
         "output_dir": str(folder),
         "per_device_train_batch_size": 4,
@@ -90,8 +95,7 @@ def make_trainer(
         reward,
         config(**(defaults | options)),
         train_dataset=rows(16, model) if data is None else data,
-        processing_class=made.processor,
-        **extra,
+        **({"processing_class": made.processor} | extra),
     )
 
 

@@ -15,7 +15,7 @@ from vlmroll.rewards import RewardSuite
 from vlmroll.rewards.environment import EnvironmentReward
 from vlmroll.starts import Opener
 from vlmroll.tools import EnvironmentPool, Toolbox
-from vlmroll.turns import ToolLoop
+from vlmroll.turns import ToolLoop, special_tokens
 from vlmroll_processors.adapter import FamilyAdapter
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def make_interaction(asked: Asked, adapter: FamilyAdapter, generator: Generator,
         opener = Opener(adapter)
         return Interaction(opener=opener, episodes=Episodes(generator, opener), pool=None)
     toolbox, pool = asked.toolbox, asked.pool
-    opener = Opener(adapter, toolbox, pool, args.tool_timeout)
+    opener = Opener(adapter, toolbox, pool, args.tool_timeout, special_tokens(adapter))
     loop = ToolLoop(
         generator,
         adapter,

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vlmroll import data
-from vlmroll.tools import Environment, EnvironmentPool, Part, Toolbox, reset_all
+from vlmroll.observations import with_observation
+from vlmroll.tools import Environment, EnvironmentPool, Part, Toolbox, ToolResult, reset_all
 from vlmroll_processors import ProcessorAdapter, Prompt, PromptTooLong
 from vlmroll_processors.rendering import template_kwargs_of
 from vlmroll_processors.types import Row
@@ -69,6 +70,7 @@ class Opener:
         toolbox: the tools that every rollout may call; None for none.
         pool: the environments; None for none.
         seconds: time limit of a reset.
+        special: texts that the tokenizer reads as special tokens, which an environment cannot write.
     """
 
     def __init__(
@@ -77,8 +79,10 @@ class Opener:
         toolbox: Toolbox | None = None,
         pool: EnvironmentPool | None = None,
         seconds: float | None = None,
+        special: frozenset[str] = frozenset(),
     ) -> None:
         self.adapter, self._toolbox, self._pool, self._seconds = adapter, toolbox, pool, seconds
+        self._special = special
         self._taken: list[Environment] = []
 
     def open(self, rows: Sequence[Row], row_ids: Sequence[int], counts: Sequence[int]) -> list[tuple[Start, ...]]:
@@ -100,6 +104,7 @@ class Opener:
                 seconds=self._seconds,
                 where=[f"row {row_ids[i]}" for i in places],
             )
+            observed = [ToolResult(parts).defused(self._special).content for parts in observed]
         distinct: list[tuple[int, tuple[Part, ...]]] = []  # each is encoded once, and siblings mostly see the same
         for seen in zip(places, observed, strict=True):
             if seen not in distinct[-1:] and seen not in distinct:
@@ -135,7 +140,7 @@ class Opener:
         if schemas:
             changed["chat_template_kwargs"] = {**(row.get("chat_template_kwargs") or {}), "tools": list(schemas)}
         if observation:
-            changed["prompt"] = _with_observation(row["prompt"], observation, row_id)
+            changed["prompt"] = with_observation(row["prompt"], observation, where=f"row {row_id}, column 'prompt'")
         return changed
 
     def toolbox_of(self, start: Start) -> Toolbox | None:
@@ -151,18 +156,6 @@ class Opener:
         while self._taken:
             assert self._pool is not None
             self._pool.give_back(self._taken.pop())
-
-
-def _with_observation(messages: Any, observation: Sequence[Part], row_id: int) -> list[Any]:
-    """The messages, with an observation at the end of the last user message."""
-    changed = list(messages)
-    last = next((i for i in reversed(range(len(changed))) if changed[i].get("role") == "user"), None)
-    if last is None:
-        raise ValueError(f"row {row_id}, column 'prompt': no user message to add the environment's observation to")
-    content = changed[last].get("content")
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
-    changed[last] = {**changed[last], "content": [*parts, *observation]}
-    return changed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

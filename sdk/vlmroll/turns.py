@@ -140,6 +140,7 @@ class ToolLoop:
         template = getattr(adapter.processor, "chat_template", None)
         self._parser = ResponseParser(adapter.tokenizer, format=format, chat_template=template)
         self._most, self._seconds = max_iterations, seconds
+        self._special = special_tokens(adapter)
         adapter.check_tools(pictures=False)
 
     def generate(
@@ -204,7 +205,8 @@ class ToolLoop:
 
     def _answered(self, calling: Sequence[_Rollout]) -> list[_Rollout]:
         """Run the calls of these rollouts; those whose results fit, with their next prompt."""
-        found = run_calls([(rollout.toolbox, rollout.calls) for rollout in calling], seconds=self._seconds)
+        work = [(rollout.toolbox, rollout.calls) for rollout in calling]
+        found = [[its.defused(self._special) for its in turn] for turn in run_calls(work, seconds=self._seconds)]
         ready: list[_Rollout] = []
         for rollout, results in zip(calling, found, strict=True):
             prompt, shown = self._next(rollout, results)
@@ -240,16 +242,17 @@ class ToolLoop:
             try:
                 shown([(call, result)])
             except ValueError as error:
-                result = failure(self._readable(error))
+                result = failure(f"the result cannot be shown: {error}").defused(self._special)
             checked.append((call, result))
         return shown(checked), [result for _, result in checked]
 
-    def _readable(self, error: ValueError) -> str:
-        """The message without the tokens that it complains of, which could not be shown either."""
-        text = str(error)
-        for token in self._adapter.tokenizer.convert_ids_to_tokens(sorted(self._adapter.vision_ids)):
-            text = text.replace(token, "(a token that stands for a picture)")
-        return f"the result cannot be shown: {text}"
+
+def special_tokens(adapter: FamilyAdapter) -> frozenset[str]:
+    """The texts that a tokenizer reads as special tokens: where a tool repeats one, it must stay text."""
+    tokenizer = adapter.tokenizer
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    vision = tokenizer.convert_ids_to_tokens(sorted(adapter.vision_ids))
+    return frozenset([*added, *tokenizer.all_special_tokens, *vision])
 
 
 def _seed(seed: int, turn: int) -> int:

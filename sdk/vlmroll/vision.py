@@ -167,12 +167,18 @@ class VisionFeatures:
     def _made(
         self, tower: Tower, kind: str, media: Sequence[Shown], trunk: Part | None, *, frozen: bool
     ) -> list[Output]:
-        """The tower's output for distinct media of a kind: all at once, or one by one around what the trunk gave."""
+        """The tower's output for distinct media of a kind: all at once, or one by one where some of it is kept.
+
+        What is kept must not depend, in its last bits, on what ran beside it: a run that is resumed keeps other things.
+        """
         place = None if trunk is None else self._place(tower, trunk)
-        if trunk is None or place is None:
-            return tower.run(kind, _joined(media), [medium.num_features for medium in media], frozen=frozen)
+        if not frozen and (trunk is None or place is None):
+            return tower.run(kind, _joined(media), [medium.num_features for medium in media], frozen=False)
         found: list[Output] = []
         for medium in media:
+            if trunk is None or place is None:
+                found += tower.run(kind, _joined([medium]), [medium.num_features], frozen=True)
+                continue
             with remembered(trunk.module, self._kept, (place, medium.key)):
                 found += tower.run(kind, medium.kwargs, [medium.num_features], frozen=frozen)
         return found

@@ -29,7 +29,8 @@ CONFIGS = (GRPOConfig, RLOOConfig)
 WORKING = """
     model_init_kwargs trust_remote_code disable_dropout shuffle_dataset pad_to_multiple_of num_generations
     num_generations_eval max_completion_length generation_batch_size steps_per_generation num_iterations
-    chat_template_kwargs max_tool_calling_iterations tool_timeout tool_call_format temperature top_p top_k min_p repetition_penalty generation_kwargs beta epsilon epsilon_high
+    chat_template_kwargs max_tool_calling_iterations tool_timeout tool_call_format
+    temperature top_p top_k min_p repetition_penalty generation_kwargs beta epsilon epsilon_high
     delta importance_sampling_level loss_type reward_weights multi_objective_aggregation scale_rewards
     mask_truncated_completions top_entropy_quantile use_bias_correction_kl log_completions log_multimodal
     num_completions_to_print log_unique_prompts learning_rate logging_steps gradient_checkpointing bf16

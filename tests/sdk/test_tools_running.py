@@ -19,7 +19,7 @@ from PIL import Image
 from vlmroll.tools import Toolbox, ToolCall, ToolResult, run_calls
 from vlmroll.tools.jobs import MAX_THREADS
 
-LIMIT = 0.3
+LIMIT = 0.5  # seconds, where one is passed; others are far away
 released = threading.Event()
 
 
@@ -173,7 +173,7 @@ TOOLS: list[Callable[..., Any]] = [
 
 
 def run(
-    *calls: tuple[str, dict[str, Any]], seconds: float | None = LIMIT, toolbox: Toolbox | None = None
+    *calls: tuple[str, dict[str, Any]], seconds: float | None = 30, toolbox: Toolbox | None = None
 ) -> list[ToolResult]:
     """The results of one turn."""
     (results,) = run_calls([(toolbox or Toolbox(TOOLS), [ToolCall(*call) for call in calls])], seconds=seconds)
@@ -201,20 +201,20 @@ def test_results_stand_in_the_order_of_the_calls() -> None:
 def test_every_rollout_has_its_own_answers() -> None:
     other = Toolbox([nothing])
     calls = [[ToolCall("add", {"a": i})] * i for i in range(4)]
-    results = run_calls([*((Toolbox(TOOLS), c) for c in calls), (other, [ToolCall("add", {"a": 1})])], seconds=LIMIT)
+    results = run_calls([*((Toolbox(TOOLS), c) for c in calls), (other, [ToolCall("add", {"a": 1})])], seconds=30)
     assert [[told(r) for r in row] for row in results[:4]] == [[], ["3"], ["4"] * 2, ["5"] * 3]
     assert error_of(results[4][0]) == "there is no tool 'add'; the tools are: nothing"
-    assert run_calls([], seconds=LIMIT) == []
+    assert run_calls([], seconds=30) == []
 
 
 @pytest.mark.parametrize("name", ["hang", "stubborn", "block"])
 def test_a_tool_that_passes_its_limit(name: str) -> None:
     started = time.monotonic()
-    late, good, also_good = run((name, {}), ("add", {"a": 1}), ("rest", {"seconds": 0.01}))
+    late, good, also_good = run((name, {}), ("add", {"a": 1}), ("rest", {"seconds": 0.01}), seconds=LIMIT)
     assert late.timed_out
-    assert error_of(late) == f"{name} did not finish within 0.3 seconds"
+    assert error_of(late) == f"{name} did not finish within 0.5 seconds"
     assert (told(good), told(also_good)) == ("3", "0.01")
-    assert time.monotonic() - started < 2.5
+    assert time.monotonic() - started < 4
     # And what comes later is not touched.
     assert told(run(("rest", {"seconds": 0.01}))[0]) == "0.01"
 
@@ -285,7 +285,7 @@ def test_long_errors_are_cut() -> None:
     ],
 )
 def test_calls_that_cannot_be_run(call: ToolCall, words: str) -> None:
-    ((result,),) = run_calls([(Toolbox(TOOLS), [call])], seconds=LIMIT)
+    ((result,),) = run_calls([(Toolbox(TOOLS), [call])], seconds=30)
     assert error_of(result).startswith(words)
 
 
@@ -316,28 +316,28 @@ def test_a_picture_that_takes_too_long_to_read() -> None:
         return Slow([1])
 
     started = time.monotonic()
-    assert run(("slow", {}), toolbox=Toolbox([slow]))[0].timed_out
-    assert time.monotonic() - started < 2 * LIMIT
+    assert run(("slow", {}), seconds=LIMIT, toolbox=Toolbox([slow]))[0].timed_out
+    assert time.monotonic() - started < 4 * LIMIT
 
 
 def test_sync_tools_run_at_the_same_time_up_to_a_number() -> None:
     """200 that sleep take as long as the rounds of `MAX_THREADS` they need, and time counts from when each starts."""
     rounds = -(-200 // MAX_THREADS)
     started = time.monotonic()
-    results = run(*[("nap", {"seconds": 0.2})] * 200)
+    results = run(*[("nap", {"seconds": 0.3})] * 200, seconds=0.9)
     taken = time.monotonic() - started
     assert not any(result.timed_out for result in results)
-    assert rounds * 0.2 <= taken < rounds * 0.2 + 1.5
+    assert rounds * 0.3 <= taken < rounds * 0.3 + 2
 
 
 def test_async_tools_all_run_at_the_same_time() -> None:
     started = time.monotonic()
     assert not any(result.failed for result in run(*[("rest", {"seconds": 0.2})] * 200, seconds=5))
-    assert 0.2 <= time.monotonic() - started < 1.5
+    assert 0.2 <= time.monotonic() - started < 3
 
 
 def test_those_left_behind_make_room() -> None:
-    results = run(*[("hang", {})] * MAX_THREADS, ("add", {"a": 1}))
+    results = run(*[("hang", {})] * MAX_THREADS, ("add", {"a": 1}), seconds=LIMIT)
     assert [result.timed_out for result in results] == [True] * MAX_THREADS + [False]
 
 
@@ -360,7 +360,7 @@ def test_tools_may_change_their_arguments() -> None:
         return len(things)
 
     call = ToolCall("change", {"things": []})
-    assert [told(r) for r in run_calls([(Toolbox([change]), [call, call])], seconds=LIMIT)[0]] == ["1", "1"]
+    assert [told(r) for r in run_calls([(Toolbox([change]), [call, call])], seconds=30)[0]] == ["1", "1"]
     assert call.arguments == {"things": []}
 
 
@@ -433,7 +433,7 @@ def test_after_a_time_out_the_state_is_left_alone(name: str) -> None:
     box = Box()
     toolbox = Toolbox([add]).joined(Toolbox([box.put, box.hang, box.hang_later], in_order=True))
     turn = [("put", {"number": 1}), (name, {}), ("put", {"number": 2}), ("put", {"number": 3}), ("add", {"a": 1})]
-    results = run(*turn, toolbox=toolbox)
+    results = run(*turn, seconds=LIMIT, toolbox=toolbox)
     assert [result.timed_out for result in results] == [False, True, False, False, False]
     assert error_of(results[2]).startswith("put was not run: an earlier call passed its time limit")
     assert (told(results[4]), box.seen, toolbox.stuck) == ("3", [1], True)

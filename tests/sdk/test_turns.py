@@ -220,8 +220,8 @@ def cmyk() -> Any:
 
 
 def reserved() -> str:
-    """Returns the token of a picture."""
-    return "see <|image_pad|>"
+    """Returns the texts of tokens."""
+    return "see <|image_pad|> <|im_end|>"
 
 
 def odd() -> Any:
@@ -239,7 +239,6 @@ def narrow() -> Any:
     [
         (sleeps, "did not finish within 0.2 seconds"),
         (raises, "ZeroDivisionError: no"),
-        (reserved, "stands for a picture"),
         (odd, "return"),
         (narrow, "the processor refuses a picture"),
     ],
@@ -277,9 +276,16 @@ def test_a_picture_for_printers_is_seen_in_rgb() -> None:
     assert (seen.mode, seen.size, seen.getpixel((0, 0))) == ("RGB", (32, 32), (255, 0, 0))
 
 
+def test_the_text_of_a_special_token_stays_text() -> None:
+    _, (completion,), _ = run([[ids_of(call("reserved")), ids_of(f"x{END}")]], reserved)
+    assert said(completion)[1] == ("tool", "see < |image_pad|> < |im_end|>")
+    assert completion.turns is not None
+    assert completion.turns.num_failed == 0
+
+
 def test_one_result_that_cannot_be_shown_spoils_no_other() -> None:
-    both = call("look", size=24).removesuffix(END) + call("reserved")
-    _, (completion,), _ = run([[ids_of(both), ids_of(f"x{END}")]], look, reserved)
+    both = call("look", size=24).removesuffix(END) + call("narrow")
+    _, (completion,), _ = run([[ids_of(both), ids_of(f"x{END}")]], look, narrow)
     assert completion.turns is not None
     assert (completion.turns.num_calls, completion.turns.num_failed) == (2, 1)
     assert len(completion.turns.continuation.prompt.images) == 2

@@ -76,9 +76,7 @@ class ScriptedGenerator:
         return GenerationOutput(
             prompts=tuple(prompts),
             prompt_ids=tuple(prompt.prompt_ids for prompt in prompts),
-            completions=tuple(
-                tuple(self._completion(limit) for _ in range(num_generations)) for limit in limits
-            ),
+            completions=tuple(tuple(self._completion(limit) for _ in range(num_generations)) for limit in limits),
         )
 
     def _completion(self, max_tokens: int) -> Completion:

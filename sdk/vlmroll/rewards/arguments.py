@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from PIL import Image
 
+from vlmroll.observations import with_observation
 from vlmroll.types import Rollout
 from vlmroll_processors import Picture
 
@@ -28,7 +29,7 @@ def columns_of(rollouts: Sequence[Rollout], texts: Sequence[str]) -> dict[str, l
             "rename the column"
         )
     columns: dict[str, list[Any]] = {name: [own(rollout.row.get(name)) for rollout in rollouts] for name in names}
-    columns["prompts"] = [own(rollout.row["prompt"]) for rollout in rollouts]
+    columns["prompts"] = [_prompt_of(rollout) for rollout in rollouts]
     columns["completions"] = [
         completion_of(rollout.row["prompt"], text, () if turns is None else turns.messages)
         for rollout, text, turns in zip(rollouts, texts, (r.completion.turns for r in rollouts), strict=True)
@@ -39,6 +40,12 @@ def columns_of(rollouts: Sequence[Rollout], texts: Sequence[str]) -> dict[str, l
     extras = [{} if r.completion.turns is None else r.completion.turns.extra for r in rollouts]
     names = sorted({name for extra in extras for name in extra})
     return columns | {name: [own(extra.get(name)) for extra in extras] for name in names}
+
+
+def _prompt_of(rollout: Rollout) -> Any:
+    """The row's prompt, with what an environment added to it."""
+    prompt = own(rollout.row["prompt"])
+    return with_observation(prompt, rollout.observation) if rollout.observation else prompt
 
 
 class Pictures(Sequence[Image.Image]):
