@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from training_runs import relative_difference
+from training_runs import ALGORITHMS, relative_difference
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,3 +42,14 @@ def test_processes_may_run_their_micro_steps_in_different_numbers_of_pieces(tmp_
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     together = run(torchrun, "grpo", "qwen2_5_vl", tmp_path / "together.pt", "60")
     assert relative_difference(alone["gradients"], together["gradients"]) < 1e-4
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_one_process_may_have_all_pictures_from_tools(algorithm: str, tmp_path: Path) -> None:
+    alone = run([], algorithm, "qwen2_5_vl", tmp_path / "alone.pt", "", "tools")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    together = run(torchrun, algorithm, "qwen2_5_vl", tmp_path / "together.pt", "", "tools")
+    assert relative_difference(alone["gradients"], together["gradients"]) < 1e-4
+    assert alone["numbers"] == pytest.approx(together["numbers"], rel=1e-5)
+    assert alone["numbers"]["tools/call_frequency"] == 0.25
