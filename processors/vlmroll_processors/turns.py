@@ -89,6 +89,11 @@ class NextTurns:
         """
         if pictures and not self._family.slot:
             raise ValueError("a tool returns pictures, but the model takes text only; take a tool that returns text")
+        if pictures and any(rule.completion == "repeat" for rule in self._family.join.values()):
+            raise ValueError(
+                f"a tool returns pictures, but in {self._family.name} a later picture changes what was said before it; "
+                "take a tool that returns text"
+            )
         content = [text_part("x"), *([{"type": "image"}] if pictures else [])]
         result: Message = {"role": "tool", "name": "look", "content": content}
         return WAYS[self._shape([result], template_kwargs, where="tools").way]

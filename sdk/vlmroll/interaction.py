@@ -101,7 +101,8 @@ def make_interaction(asked: Asked, adapter: FamilyAdapter, generator: Generator,
         seconds=args.tool_timeout,
         format=args.tool_call_format,
     )
-    _check_template(adapter, [toolbox] if pool is None else _toolboxes(pool))
+    text_only = bool(getattr(generator, "text_only", False))
+    _check_template(adapter, [toolbox] if pool is None else _toolboxes(pool), text_only=text_only)
     if pool is not None:
         weakref.finalize(trainer, pool.close)
     return Interaction(opener=opener, episodes=Episodes(generator, opener, loop=loop), pool=pool)
@@ -117,10 +118,16 @@ def _toolboxes(pool: EnvironmentPool) -> list[Toolbox]:
     return boxes
 
 
-def _check_template(adapter: FamilyAdapter, toolboxes: Sequence[Toolbox]) -> None:
-    """Refuse tools whose pictures the chat template cannot show, and warn of one that does not name the tools."""
+def _check_template(adapter: FamilyAdapter, toolboxes: Sequence[Toolbox], *, text_only: bool) -> None:
+    """Refuse tools whose pictures cannot be shown, and warn of a chat template that does not name the tools.
+
+    Args:
+        text_only: whether the generator reads no pictures.
+    """
     tools = [tool for toolbox in toolboxes for tool in toolbox.tools.values()]
     if any("Image" in str(inspect.signature(tool.function).return_annotation) for tool in tools):
+        if text_only:
+            raise ValueError("a tool returns pictures, but the generator reads text only; take another generator")
         logger.info("pictures from tools: %s", adapter.check_tools(pictures=True))
     shown = [adapter.shows_tools(toolbox.schemas) for toolbox in toolboxes if toolbox.schemas]
     if not all(shown):

@@ -60,7 +60,7 @@ class _Rollout:
         assert self.last is not None
         return self.last.completion_ids
 
-    def take(self, completion: Completion, parser: ResponseParser) -> None:
+    def take(self, completion: Completion, parser: ResponseParser, adapter: FamilyAdapter) -> None:
         """Add a turn of the model; an engine that gave more than there is room for is cut."""
         cut = completion.completion_ids[: self.room]
         if len(cut) < len(completion.completion_ids):
@@ -72,9 +72,11 @@ class _Rollout:
         self.logprobs += completion.logprobs
         self.sampled += [1] * len(completion.completion_ids)
         reply = parser.parse(completion.completion_ids, self.prompt.prompt_ids, self.toolbox.schemas)
-        self.messages.append(reply.message)
-        # A turn that was cut may end inside of a call.
-        self.calls = reply.calls if completion.finish_reason == "stop" else ()
+        # A turn that was cut may end inside of a call; none of its calls is run.
+        cut_call = bool(reply.calls) and completion.finish_reason == "length"
+        text = adapter.decode(completion.completion_ids)
+        self.messages.append({"role": "assistant", "content": text} if cut_call else reply.message)
+        self.calls = () if cut_call else reply.calls
 
     def add(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]]) -> None:
         """Add the results of the last turn's calls, which are in the prompt of the next one."""
@@ -85,12 +87,19 @@ class _Rollout:
         self.messages += messages
         self.prompt = prompt
 
-    def completion(self) -> Completion:
-        """All of it."""
+    def completion(self, made: dict[tuple[int, int], Continuation]) -> Completion:
+        """All of it.
+
+        Args:
+            made: continuations of other rollouts by the identities of their prompts.
+        """
         assert self.last is not None
+        key = id(self.start), id(self.prompt)
+        if key not in made:
+            made[key] = Continuation(start=self.start, prompt=self.prompt)
         turns = Turns(
             sampled=tuple(self.sampled),
-            continuation=Continuation(start=self.start, prompt=self.prompt),
+            continuation=made[key],
             messages=tuple(self.messages),
             num_calls=len(self.results),
             num_failed=sum(result.failed for result in self.results),
@@ -187,7 +196,7 @@ class ToolLoop:
             )
         ]
         for rollout, completion in zip(rollouts, completions, strict=True):
-            rollout.take(completion, self._parser)
+            rollout.take(completion, self._parser, self._adapter)
         together = bool(getattr(self._generator, "collective", False))
         turn = 0
         while self._most is None or turn < self._most:
@@ -200,16 +209,21 @@ class ToolLoop:
             asked = replace(sampling, max_tokens=max(room, default=1), limits=room, seed=seed)
             output = self._generator.generate([rollout.prompt for rollout in ready], asked, 1)
             for rollout, (completion,) in zip(ready, output.completions, strict=True):
-                rollout.take(completion, self._parser)
-        return [rollout.completion() for rollout in rollouts]
+                rollout.take(completion, self._parser, self._adapter)
+        made: dict[tuple[int, int], Continuation] = {}
+        return [rollout.completion(made) for rollout in rollouts]
 
     def _answered(self, calling: Sequence[_Rollout]) -> list[_Rollout]:
         """Run the calls of these rollouts; those whose results fit, with their next prompt."""
         work = [(rollout.toolbox, rollout.calls) for rollout in calling]
         found = [[its.defused(self._special) for its in turn] for turn in run_calls(work, seconds=self._seconds)]
+        known: dict[Any, tuple[Prompt, list[ToolResult]]] = {}  # siblings that did the same share what comes next
         ready: list[_Rollout] = []
         for rollout, results in zip(calling, found, strict=True):
-            prompt, shown = self._next(rollout, results)
+            key = id(rollout.prompt), rollout.turn, tuple(map(_key, results))
+            if key not in known:
+                known[key] = self._next(rollout, results)
+            prompt, shown = known[key]
             rollout.results += shown
             messages = [result.message(call) for call, result in zip(rollout.calls, shown, strict=True)]
             if prompt.num_tokens - rollout.start.num_tokens < rollout.limit:
@@ -228,6 +242,8 @@ class ToolLoop:
             messages = [result.message(call) for call, result in these]
             prompt = self._adapter.next_turn(rollout.prompt, rollout.turn, messages, template_kwargs=rollout.options)
             pictures = len(prompt.images) > len(rollout.prompt.images)
+            if pictures and getattr(self._generator, "text_only", False):
+                raise ValueError("the generator reads text only")
             if pictures and not Continuation(start=rollout.prompt, prompt=prompt).alike:
                 raise ValueError("this model cannot be shown a picture here: what it said before would depend on it")
             return prompt
@@ -245,6 +261,14 @@ class ToolLoop:
                 result = failure(f"the result cannot be shown: {error}").defused(self._special)
             checked.append((call, result))
         return shown(checked), [result for _, result in checked]
+
+
+def _key(result: ToolResult) -> Any:
+    """What tells a result from another one."""
+    images = [part["image"] for part in result.content if part["type"] == "image"]
+    pixels = [(image.mode, image.size, hashlib.sha256(image.tobytes()).digest()) for image in images]
+    kinds = tuple((part["type"], part.get("text")) for part in result.content)
+    return result.failed, result.timed_out, kinds, tuple(pixels)
 
 
 def special_tokens(adapter: FamilyAdapter) -> frozenset[str]:

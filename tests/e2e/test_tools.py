@@ -254,13 +254,25 @@ def wrong_ids(encoded: Any, num_generations: int) -> dict[str, Any]:
     return {"prompt_ids": [[1]] * total, "completion_ids": [[5]] * total, "logprobs": [[-1.0]] * total}
 
 
+def half(prompts: Any) -> dict[str, Any]:
+    return {"prompt_ids": []}
+
+
+def a_list(prompts: Any) -> list[Any]:
+    return []
+
+
+def curious(wishes: Any) -> dict[str, Any]:
+    return {}
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [
         (wrong_ids, "row 0: rollout_func returned prompt_ids that are not those of the encoded prompt"),
-        (lambda prompts: {"prompt_ids": []}, "a dict without 'completion_ids'"),
-        (lambda prompts: [], "returned a list; return a GenerationOutput"),
-        (lambda wishes: {}, "asks for 'wishes'"),
+        (half, "a dict without 'completion_ids'"),
+        (a_list, "returned a list; return a GenerationOutput"),
+        (curious, "asks for 'wishes'"),
     ],
 )
 def test_a_rollout_func_that_cannot_work_is_refused(function: Any, words: str, tmp_path: Path) -> None:
@@ -322,3 +334,30 @@ def test_the_real_generator_samples_turns(tmp_path: Path) -> None:
     for rollout, row in zip(found, scores, strict=True):
         own = torch.tensor(rollout.completion.logprobs)
         torch.testing.assert_close(row[: len(own)], own, atol=1e-4, rtol=1e-4)
+
+
+def picture_of(name: str) -> Image.Image:
+    """Shows a picture.
+
+    Args:
+        name: its name.
+    """
+    return picture(24, 24, len(name))
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        ("mllama", {}, "a later picture changes what was said before it"),
+        ("text", {}, "the model takes text only"),
+        ("text", {"use_transformers_continuous_batching": True}, "the generator reads text only"),
+    ],
+)
+def test_pictures_that_cannot_be_shown_are_refused_at_the_start(
+    model: str, options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    data = rows(4, model)
+    with pytest.raises(ValueError, match=words):
+        make_trainer(
+            "grpo", tmp_path, model=model, data=data, tools=[picture_of], tool_call_format="json_tagged", **options
+        )

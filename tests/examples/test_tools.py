@@ -211,6 +211,11 @@ def test_only_an_answer_at_the_end_is_rewarded() -> None:
     assert answer_reward(completions, ["7"] * 6) == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
 
 
+def test_the_model_has_the_template_of_the_warm_up() -> None:
+    template = MODEL_DIR.parent / "tools_template.jinja"
+    assert (MODEL_DIR / "chat_template.jinja").read_text() == template.read_text()
+
+
 def test_the_model_is_small() -> None:
     model = AutoModelForImageTextToText.from_pretrained(MODEL_DIR)
     assert sum(parameter.numel() for parameter in model.parameters()) <= 3_000_000

@@ -396,7 +396,8 @@ def test_pictures_that_the_role_tool_loses_go_into_a_user_turn() -> None:
 def test_results_in_json() -> None:
     own = templated(HEADERS, "mllama")
     assert own.check_tools(pictures=False) == IN_ROLE
-    assert own.check_tools(pictures=True) == APART
+    with pytest.raises(ValueError, match="a later picture changes what was said before it"):
+        own.check_tools(pictures=True)
     header = "<|start_header_id|>{}<|end_header_id|>\n\n"
     assert added(own, [result('say "7"'), result("8")]) == (
         f'<|eot_id|>{header.format("ipython")}"say \\"7\\""<|eot_id|>{header.format("ipython")}"8"<|eot_id|>'

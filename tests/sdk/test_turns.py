@@ -289,3 +289,34 @@ def test_one_result_that_cannot_be_shown_spoils_no_other() -> None:
     assert completion.turns is not None
     assert (completion.turns.num_calls, completion.turns.num_failed) == (2, 1)
     assert len(completion.turns.continuation.prompt.images) == 2
+
+
+def test_a_call_in_a_turn_that_was_cut_is_no_call_in_the_messages() -> None:
+    turn = ids_of(call("add", a=1, b=1))
+    _, (completion,), _ = run([[turn]], add, max_tokens=len(turn) - 1)
+    assert completion.turns is not None
+    (message,) = completion.turns.messages
+    assert message["content"].startswith('<tool_call>{"name": "add"')
+    assert "tool_calls" not in message
+    assert completion.turns.num_calls == 0
+
+
+def test_siblings_that_did_the_same_share_their_next_prompt() -> None:
+    turns = [[ids_of(call("look", size=n)), ids_of(f"{i}{END}")] for i, n in enumerate((16, 24, 16))]
+    forced, completions, _ = run(turns, look)
+    first, second, third = forced.asked[1][0]
+    assert first is third
+    assert first is not second
+    continuations = [completion.turns.continuation for completion in completions if completion.turns is not None]
+    assert continuations[0] is continuations[2]
+
+
+def test_a_generator_of_text_shows_no_picture_and_goes_on() -> None:
+    toolbox = Toolbox([look])
+    forced = Forced([[ids_of(call("look", size=16)), ids_of(f"so{END}")]])
+    forced.text_only = True  # pyright: ignore[reportAttributeAccessIssue]
+    (prompt,) = encoded(toolbox, {"prompt": user("go")})
+    output = ToolLoop(forced, adapter()).generate([prompt], toolbox, SamplingParams(max_tokens=300), 1)
+    ((completion,),) = output.completions
+    assert "the generator reads text only" in said(completion)[1][1]
+    assert said(completion)[2] == ("assistant", "so")

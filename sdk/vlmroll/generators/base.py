@@ -21,7 +21,8 @@ class Generator(Protocol):
     A generator may also have, as attributes: `has_mismatch`, True where its log-probabilities come from another
     implementation than the policy's, so that training corrects the difference; `max_model_length`, most tokens of
     prompt and completion together; `metric_name`, under which its time is logged; `collective`, True where several
-    processes have to call it together, one of them perhaps without prompts.
+    processes have to call it together, one of them perhaps without prompts; `text_only`, True where it takes no prompts
+    with pictures.
 
     Attributes:
         banned_ids: the ids that it never samples; scoring gives them the probability 0.

@@ -50,6 +50,7 @@ class ContinuousBatchingGenerator:
 
     has_mismatch = True
     metric_name = "transformers.generate_batch"
+    text_only = True
 
     def __init__(
         self,

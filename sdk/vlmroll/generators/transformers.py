@@ -1,8 +1,8 @@
 """The generator that runs the policy itself, in the process.
 
-Each distinct prompt goes through the vision tower and the prefill once; its completions branch from its key-value
-cache, which they read together where the model's attention allows (`branch_cache`) and get a copy of elsewhere. Rows
-leave the batch when they stop.
+Each distinct picture goes through the vision tower once, and each distinct prompt through the prefill; its completions
+branch from its key-value cache, which they read together where the model's attention allows (`branch_cache`) and get a
+copy of elsewhere. Rows leave the batch when they stop.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from vlmroll.generators.sampling import draw, processors
 from vlmroll.modeling import eval_mode
 from vlmroll.scoring import token_logprobs
 from vlmroll.types import Completion, GenerationOutput, SamplingParams
+from vlmroll.vision import VisionFeatures
 from vlmroll_processors import ProcessorAdapter, Prompt, collate
 from vlmroll_processors.collate import alike
 
@@ -88,6 +89,7 @@ class TransformersGenerator:
         self.banned_ids = frozenset(adapter.vision_ids.union(banned_ids))
         self.policy_version = 0
         self.stop_ids = stop_ids_of(model, adapter)
+        self._vision = VisionFeatures(keep=0)
         self._repeats = False  # whether the model was found unable to share prompts
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, num_generations: int) -> GenerationOutput:
@@ -121,7 +123,11 @@ class TransformersGenerator:
         distinct = list({id(prompt): prompt for prompt in prompts}.values())
         place = {id(prompt): i for i, prompt in enumerate(distinct)}
         batch = to_device(collate(distinct, pad_token_id=self._adapter.pad_token_id), device)
-        output = self.model(**batch.model_inputs(dtype=self.model.dtype), use_cache=True, logits_to_keep=1)
+        inputs: dict[str, Any] = batch.model_inputs(dtype=self.model.dtype)
+        shown = [medium.key for prompt in distinct for medium in (*prompt.images, *prompt.videos)]
+        if len(set(shown)) < len(shown):  # later turns of siblings show the pictures of their prompt again
+            inputs = self._vision.inputs(self.model, distinct, inputs)
+        output = self.model(**inputs, use_cache=True, logits_to_keep=1)
         positions = batch.forward_kwargs["position_ids"]
         # The next position follows the last, which is text and so alike on every axis.
         position = positions[..., -1].reshape(-1, positions.shape[-2]).amax(0) + 1
