@@ -168,9 +168,8 @@ def wholes_of(
         return list(prompts)
     wholes: list[Prompt] = []
     for i, (prompt, completion, turns) in enumerate(zip(prompts, completions, continuations, strict=True)):
-        added = () if turns is None or turns.added is None else turns.added.prompt_ids
-        if turns is not None and (turns.start is not prompt or tuple(completion[: len(added)]) != added):
-            raise ValueError(f"row {i}: its completion does not begin with the ids that its turns added to its prompt")
+        if turns is not None:
+            turns.check(prompt, completion, where=f"row {i}")
         wholes.append(prompt if turns is None else turns.prompt)
     return wholes
 

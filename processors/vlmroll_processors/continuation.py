@@ -4,6 +4,7 @@
 of `start`, goes on with all that was sampled and added since, and has the tensors of all pictures so far.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -48,6 +49,16 @@ class Continuation:
             raise ValueError("the pictures of a later turn do not begin with those of the prompt")
         object.__setattr__(self, "added", _added(start, prompt) if prompt.num_tokens > start.num_tokens else None)
         object.__setattr__(self, "alike", _alike(start, prompt))
+
+    def check(self, start: Prompt, completion_ids: Sequence[int], *, where: str) -> None:
+        """Refuse to be of another prompt and completion.
+
+        Raises:
+            ValueError: names the row.
+        """
+        added = () if self.added is None else self.added.prompt_ids
+        if self.start is not start or tuple(completion_ids[: len(added)]) != added:
+            raise ValueError(f"{where}: its completion does not begin with the ids that its turns added to its prompt")
 
 
 def _added(start: Prompt, prompt: Prompt) -> Prompt:

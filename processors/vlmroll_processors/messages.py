@@ -53,6 +53,35 @@ class Chat:
                     yield "".join(part["text"] for part in parts)
 
 
+def placed_row(row: Row, *, where: str) -> Row:
+    """The row with the pictures and videos of its columns in the messages, so that messages may be added to it.
+
+    Args:
+        row: with chat messages.
+        where: names the row in error messages.
+
+    Raises:
+        ValueError: names the row, the column and the fix.
+
+    Example:
+        >>> row = {"prompt": [{"role": "user", "content": "See <image>."}], "image": "a.png"}
+        >>> [part["type"] for part in placed_row(row, where="row 0")["prompt"][0]["content"]]
+        ['text', 'image', 'text']
+    """
+    columns = column_media(row, where=where)
+    if not any(columns.values()):
+        return row
+    spot = f"{where}, column 'prompt'"
+    messages = [_clean_message(message, where=f"{spot}, message {i}") for i, message in enumerate(row["prompt"])]
+    place(messages, columns, where=where)
+    for message in messages:
+        for part in message.get("content", ()):
+            medium = part.pop("medium", None)
+            part |= {} if medium is None else {part["type"]: medium.source, **medium.keys}
+    media = [column for kind in KINDS for column in (kind, f"{kind}s")]
+    return {**{name: value for name, value in row.items() if name not in media}, "prompt": messages}
+
+
 def read_row(row: Row, *, where: str) -> Chat:
     """The row's prompt with its pictures and videos in their slots.
 

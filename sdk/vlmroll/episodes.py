@@ -55,20 +55,33 @@ def generate_shares(
 
 
 def assemble(
-    opened: Opened, completions: Sequence[Sequence[Completion]], banned_ids: Container[int] = ()
+    opened: Opened,
+    completions: Sequence[Sequence[Completion]],
+    banned_ids: Container[int] = (),
+    vision_ids: Container[int] = (),
 ) -> list[Rollout]:
     """One rollout for each completion, siblings side by side.
 
+    Args:
+        banned_ids: ids that must not be sampled.
+        vision_ids: ids that may only be where a turn has brought a picture.
+
     Raises:
-        ValueError: a completion holds an id that must not be sampled.
+        ValueError: a completion holds such an id.
     """
     for group, row_id in zip(completions, opened.row_ids, strict=True):
-        sampled = (pair for c in group for pair in zip(c.completion_ids, c.sampled, strict=True))
-        if found := [i for i, its in sampled if its and i in banned_ids]:
-            raise ValueError(
-                f"row {row_id}: the generator sampled the id {found[0]}, which stands for a picture or is banned; it "
-                "must forbid the adapter's vision_ids"
-            )
+        for completion in group:
+            pairs = list(zip(completion.completion_ids, completion.sampled, strict=True))
+            if found := [i for i, its in pairs if its and i in banned_ids]:
+                raise ValueError(
+                    f"row {row_id}: the generator sampled the id {found[0]}, which stands for a picture or is banned; "
+                    "it must forbid the adapter's vision_ids"
+                )
+            if found := [i for i, _ in pairs[completion.num_added :] if i in vision_ids]:
+                raise ValueError(
+                    f"row {row_id}: the completion holds the id {found[0]} of a picture that none of its turns has "
+                    "brought; make later prompts with adapter.next_turn"
+                )
     columns = zip(opened.shares, opened.starts, completions, opened.rows, opened.row_ids, strict=True)
     return [
         Rollout(
@@ -101,7 +114,7 @@ class Episodes:
         """One rollout for each start, siblings side by side, without rewards."""
         if self._own is not None:
             found = generate_shares(opened, partial(self._own, opened), sampling)
-            return assemble(opened, found, self._generator.banned_ids)
+            return self._assemble(opened, found)
         together = bool(getattr(self._generator, "collective", False))
         found = generate_shares(opened, sample_from(self._generator), sampling, gather, together=together)
         if self._loop is not None:
@@ -111,7 +124,10 @@ class Episodes:
             options = [start.options for start in starts]
             going = iter(self._loop.go_on(prompts, completions, boxes, sampling, gather, options=options))
             found = [[next(going) for _ in group] for group in found]
-        return assemble(opened, found, self._generator.banned_ids)
+        return self._assemble(opened, found)
+
+    def _assemble(self, opened: Opened, found: Sequence[Sequence[Completion]]) -> list[Rollout]:
+        return assemble(opened, found, self._generator.banned_ids, self._opener.adapter.vision_ids)
 
     def _toolbox(self, start: Start) -> Toolbox:
         toolbox = self._opener.toolbox_of(start)

@@ -49,6 +49,11 @@ class Asked:
         object.__setattr__(self, "toolbox", Toolbox(tools))
         object.__setattr__(self, "pool", None if factory is None else EnvironmentPool(factory, tools=tools))
 
+    def close_with(self, owner: Any) -> None:
+        """Close the environments when nobody holds their owner any more."""
+        if self.pool is not None:
+            weakref.finalize(owner, self.pool.close)
+
     @property
     def interactive(self) -> bool:
         """Whether there is something to call."""
@@ -93,6 +98,11 @@ def make_interaction(asked: Asked, adapter: FamilyAdapter, generator: Generator,
         opener = Opener(adapter)
         return Interaction(opener=opener, episodes=Episodes(generator, opener), pool=None)
     toolbox, pool = asked.toolbox, asked.pool
+    if pool is not None and args.long_prompts == "skip" and trainer.accelerator.num_processes > 1:
+        raise ValueError(
+            "long_prompts='skip' would leave a row out in one process alone, since environments may tell each something "
+            "else; raise max_prompt_length, or take long_prompts='raise'"
+        )
     opener = Opener(adapter, toolbox, pool, args.tool_timeout, special_tokens(adapter))
     loop = ToolLoop(
         generator,
@@ -103,8 +113,6 @@ def make_interaction(asked: Asked, adapter: FamilyAdapter, generator: Generator,
     )
     text_only = bool(getattr(generator, "text_only", False))
     _check_template(adapter, [toolbox] if pool is None else _toolboxes(pool), text_only=text_only)
-    if pool is not None:
-        weakref.finalize(trainer, pool.close)
     return Interaction(opener=opener, episodes=Episodes(generator, opener, loop=loop), pool=pool)
 
 

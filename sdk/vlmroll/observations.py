@@ -1,7 +1,12 @@
 """What environments say at the start of a rollout, in the chat messages of its prompt."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
+
+
+def is_chat(prompt: Any) -> bool:
+    """Whether a row's prompt is a list of messages."""
+    return isinstance(prompt, list | tuple) and all(isinstance(message, Mapping) for message in cast("Any", prompt))
 
 
 def with_observation(

@@ -98,7 +98,10 @@ class OwnRollouts:
                     f"row {row_id}: rollout_func returned prompt_ids that are not those of the encoded prompt; "
                     "continue `encoded[i].prompt_ids`"
                 )
-            completions.append(self._completion({name: values[i] for name, values in output.items()}, prompt))
+            try:
+                completions.append(self._completion({name: values[i] for name, values in output.items()}, prompt))
+            except ValueError as error:
+                raise ValueError(f"row {row_id}: rollout_func: {error}") from error
         return [tuple(completions[i : i + num_generations]) for i in range(0, total, num_generations)]
 
     def _completion(self, values: Mapping[str, Any], prompt: Prompt) -> Completion:

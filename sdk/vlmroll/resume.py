@@ -16,7 +16,7 @@ from typing import Any
 from vlmroll.saved_turns import parts_from_json, parts_to_json, turns_from_json, turns_to_json
 from vlmroll.starts import Opener
 from vlmroll.types import Completion, Rollout
-from vlmroll_processors import ProcessorAdapter, Prompt
+from vlmroll_processors import Continuation, ProcessorAdapter, Prompt
 from vlmroll_processors.rendering import template_kwargs_of
 from vlmroll_processors.types import Row
 
@@ -133,6 +133,7 @@ def load_round(
     ]
     prompts = dict(zip(opened, opener.adapter.encode(asked, [row_id for row_id, _ in opened]), strict=True))
     rollouts: list[Rollout] = []
+    made: dict[Any, Continuation] = {}
     for record in records:
         row_id, observation = record["row_id"], record.get("observation", [])
         prompt = prompts[row_id, json.dumps(observation)]
@@ -144,7 +145,7 @@ def load_round(
         rollouts.append(
             Rollout(
                 prompt=prompt,
-                completion=_completion(record, rows[row_id], prompt, opener.adapter),
+                completion=_completion(record, rows[row_id], prompt, opener.adapter, made),
                 row=rows[row_id],
                 row_id=row_id,
                 group=record["group"],
@@ -158,11 +159,13 @@ def load_round(
     return Round(epoch=epoch, number=number, rollouts=tuple(rollouts))
 
 
-def _completion(record: Mapping[str, Any], row: Row, prompt: Prompt, adapter: ProcessorAdapter) -> Completion:
+def _completion(
+    record: Mapping[str, Any], row: Row, prompt: Prompt, adapter: ProcessorAdapter, made: dict[Any, Continuation]
+) -> Completion:
     ids, turns, where = tuple(record["completion_ids"]), record.get("turns"), f"row {record['row_id']}"
     try:
         options = template_kwargs_of(row, where=where)
-        again = None if turns is None else turns_from_json(turns, prompt, ids, adapter, options)
+        again = None if turns is None else turns_from_json(turns, prompt, ids, adapter, options, made)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     return Completion(

@@ -6,6 +6,7 @@ same values. Pictures are stored in their normalised form, as PNG.
 
 import base64
 import io
+import json
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -22,12 +23,18 @@ Parts = Sequence[Mapping[str, Any]]
 
 def parts_to_json(parts: Parts) -> list[dict[str, Any]]:
     """Content parts with their pictures as base64 of PNG."""
-    return [{"type": "image", "png": _png(part["image"])} if part["type"] == "image" else dict(part) for part in parts]
+    return [
+        {"png" if key == "image" else key: _png(value) if key == "image" else value for key, value in part.items()}
+        for part in parts
+    ]
 
 
 def parts_from_json(parts: Parts) -> tuple[dict[str, Any], ...]:
     """The content parts again."""
-    return tuple({"type": "image", "image": _image(part["png"])} if "png" in part else dict(part) for part in parts)
+    return tuple(
+        {"image" if key == "png" else key: _image(value) if key == "png" else value for key, value in part.items()}
+        for part in parts
+    )
 
 
 def _png(source: Any) -> str:
@@ -62,6 +69,7 @@ def turns_from_json(
     completion_ids: Sequence[int],
     adapter: ProcessorAdapter,
     options: Mapping[str, Any],
+    made: dict[Any, Continuation],
 ) -> Turns:
     """The turns of a completion again.
 
@@ -69,6 +77,7 @@ def turns_from_json(
         prompt: the one that the completion began with.
         adapter: encodes what tools returned.
         options: the row's own arguments for the chat template.
+        made: continuations that were made again before, which siblings that did the same share.
 
     Raises:
         ValueError: the messages give other ids now.
@@ -87,13 +96,17 @@ def turns_from_json(
         [ids for _, ids in group]
         for _, group in groupby(zip(saved["sampled"][:count], completion_ids, strict=False), key=lambda pair: pair[0])
     ]
-    for sampled, answer in zip(runs[::2], answers, strict=False):
-        later = adapter.next_turn(later, sampled, answer, template_kwargs=options)
-    if later.prompt_ids != (*prompt.prompt_ids, *completion_ids[:count]):
-        raise ValueError("its later turns cannot be made again; resume from a checkpoint at the end of a round")
+    told = json.dumps([message for message in saved["messages"] if message["role"] != "assistant"])
+    key = id(prompt), tuple(completion_ids[:count]), told, repr(sorted(options.items()))
+    if key not in made:
+        for sampled, answer in zip(runs[::2], answers, strict=False):
+            later = adapter.next_turn(later, sampled, answer, template_kwargs=options)
+        if later.prompt_ids != (*prompt.prompt_ids, *completion_ids[:count]):
+            raise ValueError("its later turns cannot be made again; resume from a checkpoint at the end of a round")
+        made[key] = Continuation(start=prompt, prompt=later)
     return Turns(
         sampled=tuple(saved["sampled"]),
-        continuation=Continuation(start=prompt, prompt=later),
+        continuation=made[key],
         messages=tuple(messages),
         **{name: saved[name] for name in _COUNTS},
     )

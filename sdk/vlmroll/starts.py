@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vlmroll import data
-from vlmroll.observations import with_observation
+from vlmroll.observations import is_chat, with_observation
 from vlmroll.tools import Environment, EnvironmentPool, Part, Toolbox, ToolResult, reset_all
 from vlmroll_processors import ProcessorAdapter, Prompt, PromptTooLong
+from vlmroll_processors.messages import placed_row
 from vlmroll_processors.rendering import template_kwargs_of
 from vlmroll_processors.types import Row
 
@@ -92,7 +93,7 @@ class Opener:
             ValueError: names the row.
             PromptTooLong: the same.
         """
-        places = [i for i, count in enumerate(counts) for _ in range(count)]
+        places, before = [i for i, count in enumerate(counts) for _ in range(count)], len(self._taken)
         observed: list[tuple[Part, ...]] = [()] * len(places)
         environments: list[Environment | None] = [None] * len(places)
         if self._pool is not None:
@@ -110,7 +111,11 @@ class Opener:
             if seen not in distinct[-1:] and seen not in distinct:
                 distinct.append(seen)
         asked = [self.asked(rows[i], row_ids[i], its) for i, its in distinct]
-        encoded = self.adapter.encode(asked, [row_ids[i] for i, _ in distinct])
+        try:
+            encoded = self.adapter.encode(asked, [row_ids[i] for i, _ in distinct])
+        except PromptTooLong:
+            self._release(before)  # other rows will take the places of these
+            raise
         prompts = [encoded[distinct.index(seen)] for seen in zip(places, observed, strict=True)]
         starts = [
             Start(
@@ -131,16 +136,18 @@ class Opener:
             schemas = self._pool.schemas_of(self._pool.kind_of(row, where=f"row {row_id}"))
         if not schemas and not observation:
             return row
+        where, options = f"row {row_id}", template_kwargs_of(row, where=f"row {row_id}")
         if isinstance(row.get("prompt"), str):
             raise ValueError(
-                f"row {row_id}, column 'prompt': it is a plain string, and tools and environments need chat messages; "
+                f"{where}, column 'prompt': it is a plain string, and tools and environments need chat messages; "
                 "give [{'role': 'user', 'content': ...}]"
             )
         changed = {**row}
         if schemas:
-            changed["chat_template_kwargs"] = {**(row.get("chat_template_kwargs") or {}), "tools": list(schemas)}
-        if observation:
-            changed["prompt"] = with_observation(row["prompt"], observation, where=f"row {row_id}, column 'prompt'")
+            changed["chat_template_kwargs"] = {**options, "tools": list(schemas)}
+        if observation and is_chat(row.get("prompt")):  # what is no chat is refused when it is encoded
+            changed = {**placed_row(changed, where=where)}
+            changed["prompt"] = with_observation(changed["prompt"], observation, where=f"{where}, column 'prompt'")
         return changed
 
     def toolbox_of(self, start: Start) -> Toolbox | None:
@@ -153,7 +160,10 @@ class Opener:
 
     def release(self) -> None:
         """Give all environments back for the next round."""
-        while self._taken:
+        self._release(0)
+
+    def _release(self, keep: int) -> None:
+        while len(self._taken) > keep:
             assert self._pool is not None
             self._pool.give_back(self._taken.pop())
 

@@ -94,6 +94,7 @@ class PolicyTrainer(RoundTrainer):
             raise TypeError(f"{name}: generator is {generator!r}; it needs generate, sync_weights, close, banned_ids")
         engines.check_options(args, generator)
         asked = Asked(tools=tools, environment_factory=environment_factory, rollout_func=rollout_func)
+        asked.close_with(self)
         parts = setup.prepare(model, args, processing_class, peft_config)
         self.adapter, self.reference = parts.adapter, parts.reference
         functions = setup.reward_functions(reward_funcs, reward_processing_classes, args)

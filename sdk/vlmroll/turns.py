@@ -7,112 +7,20 @@ one, and the generator continues from exactly the ids so far. Each completion kn
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vlmroll.generators.base import Generator
+from vlmroll.growing import Growing
+from vlmroll.rollouts import Gather
 from vlmroll.tools import ResponseParser, Toolbox, ToolCall, ToolResult, run_calls
 from vlmroll.tools.types import failure
-from vlmroll.types import Completion, FinishReason, GenerationOutput, SamplingParams, Turns
+from vlmroll.types import Completion, GenerationOutput, SamplingParams
 from vlmroll_processors import Continuation, FamilyAdapter, Prompt
 
-Gather = Callable[[list[Any]], list[Any]]
-
-
-@dataclass(kw_only=True, slots=True)
-class _Rollout:
-    """A rollout on its way.
-
-    Attributes:
-        start: the prompt it began with.
-        toolbox: the tools that it may call.
-        limit: most ids of the completion, over all turns.
-        options: the row's own arguments for the chat template.
-        prompt: of its last turn.
-        ids, logprobs, sampled: of the completion so far.
-        calls: of its last turn, which wait to be run.
-    """
-
-    start: Prompt
-    toolbox: Toolbox
-    limit: int
-    options: Mapping[str, Any]
-    prompt: Prompt
-    ids: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    sampled: list[int] = field(default_factory=list[int])
-    messages: list[Mapping[str, Any]] = field(default_factory=list[Mapping[str, Any]])
-    calls: tuple[ToolCall, ...] = ()
-    results: list[ToolResult] = field(default_factory=list[ToolResult])
-    num_rolled_back: int = 0
-    finish_reason: FinishReason = "stop"
-    last: Completion | None = None
-
-    @property
-    def room(self) -> int:
-        """How many ids may still come."""
-        return self.limit - len(self.ids)
-
-    @property
-    def turn(self) -> tuple[int, ...]:
-        """The ids that the model sampled in the last turn."""
-        assert self.last is not None
-        return self.last.completion_ids
-
-    def take(self, completion: Completion, parser: ResponseParser, adapter: FamilyAdapter) -> None:
-        """Add a turn of the model; an engine that gave more than there is room for is cut."""
-        cut = completion.completion_ids[: self.room]
-        if len(cut) < len(completion.completion_ids):
-            completion = replace(
-                completion, completion_ids=cut, logprobs=completion.logprobs[: len(cut)], finish_reason="length"
-            )
-        self.last, self.finish_reason = completion, completion.finish_reason
-        self.ids += completion.completion_ids
-        self.logprobs += completion.logprobs
-        self.sampled += [1] * len(completion.completion_ids)
-        reply = parser.parse(completion.completion_ids, self.prompt.prompt_ids, self.toolbox.schemas)
-        # A turn that was cut may end inside of a call; none of its calls is run.
-        cut_call = bool(reply.calls) and completion.finish_reason == "length"
-        text = adapter.decode(completion.completion_ids)
-        self.messages.append({"role": "assistant", "content": text} if cut_call else reply.message)
-        self.calls = () if cut_call else reply.calls
-
-    def add(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Add the results of the last turn's calls, which are in the prompt of the next one."""
-        new = prompt.prompt_ids[self.start.num_tokens + len(self.ids) :]
-        self.ids += new
-        self.logprobs += [0.0] * len(new)
-        self.sampled += [0] * len(new)
-        self.messages += messages
-        self.prompt = prompt
-
-    def completion(self, made: dict[tuple[int, int], Continuation]) -> Completion:
-        """All of it.
-
-        Args:
-            made: continuations of other rollouts by the identities of their prompts.
-        """
-        assert self.last is not None
-        key = id(self.start), id(self.prompt)
-        if key not in made:
-            made[key] = Continuation(start=self.start, prompt=self.prompt)
-        turns = Turns(
-            sampled=tuple(self.sampled),
-            continuation=made[key],
-            messages=tuple(self.messages),
-            num_calls=len(self.results),
-            num_failed=sum(result.failed for result in self.results),
-            num_timed_out=sum(result.timed_out for result in self.results),
-            num_rolled_back=self.num_rolled_back,
-        )
-        return replace(
-            self.last,
-            completion_ids=tuple(self.ids),
-            logprobs=tuple(self.logprobs),
-            finish_reason=self.finish_reason,
-            turns=turns,
-        )
+logger = logging.getLogger(__name__)
 
 
 class ToolLoop:
@@ -150,22 +58,36 @@ class ToolLoop:
         self._parser = ResponseParser(adapter.tokenizer, format=format, chat_template=template)
         self._most, self._seconds = max_iterations, seconds
         self._special = special_tokens(adapter)
+        self._told = False  # whether a turn was found that cannot be answered
         adapter.check_tools(pictures=False)
 
     def generate(
-        self, prompts: Sequence[Prompt], toolbox: Toolbox, sampling: SamplingParams, num_generations: int
+        self,
+        prompts: Sequence[Prompt],
+        toolbox: Toolbox,
+        sampling: SamplingParams,
+        num_generations: int,
+        *,
+        options: Sequence[Mapping[str, Any]] | None = None,
     ) -> GenerationOutput:
         """`num_generations` completions for each prompt, with as many turns as they take.
 
         Args:
             prompts: encoded with the toolbox's schemas as `tools` for the chat template.
             toolbox: what may be called.
-            sampling: `max_tokens` counts all turns, and what tools return.
+            sampling: `max_tokens` and `limits` count all turns, and what tools return.
+            options: for every prompt the row's own arguments for the chat template.
         """
         first = self._generator.generate(prompts, sampling, num_generations)
-        flat = [prompt for prompt in prompts for _ in range(num_generations)]
-        given = [completion for group in first.completions for completion in group]
-        found = self.go_on(flat, given, [toolbox] * len(flat), sampling)
+        places = [i for i in range(len(prompts)) for _ in range(num_generations)]
+        limits, own = sampling.limits_of(len(prompts)), options or [{}] * len(prompts)
+        found = self.go_on(
+            [prompts[i] for i in places],
+            [completion for group in first.completions for completion in group],
+            [toolbox] * len(places),
+            replace(sampling, limits=tuple(limits[i] for i in places)),
+            options=[own[i] for i in places],
+        )
         groups = [found[i : i + num_generations] for i in range(0, len(found), num_generations)]
         return replace(first, completions=tuple(map(tuple, groups)))
 
@@ -190,7 +112,7 @@ class ToolLoop:
         """
         limits = sampling.limits_of(len(prompts))
         rollouts = [
-            _Rollout(start=prompt, prompt=prompt, toolbox=toolbox, limit=limit, options=own)
+            Growing(start=prompt, prompt=prompt, toolbox=toolbox, limit=limit, options=own)
             for prompt, toolbox, limit, own in zip(
                 prompts, toolboxes, limits, options or [{}] * len(prompts), strict=True
             )
@@ -213,20 +135,20 @@ class ToolLoop:
         made: dict[tuple[int, int], Continuation] = {}
         return [rollout.completion(made) for rollout in rollouts]
 
-    def _answered(self, calling: Sequence[_Rollout]) -> list[_Rollout]:
+    def _answered(self, calling: Sequence[Growing]) -> list[Growing]:
         """Run the calls of these rollouts; those whose results fit, with their next prompt."""
         work = [(rollout.toolbox, rollout.calls) for rollout in calling]
         found = [[its.defused(self._special) for its in turn] for turn in run_calls(work, seconds=self._seconds)]
-        known: dict[Any, tuple[Prompt, list[ToolResult]]] = {}  # siblings that did the same share what comes next
-        ready: list[_Rollout] = []
+        known: dict[Any, tuple[Prompt | None, list[ToolResult]]] = {}  # siblings that did the same share what follows
+        ready: list[Growing] = []
         for rollout, results in zip(calling, found, strict=True):
-            key = id(rollout.prompt), rollout.turn, tuple(map(_key, results))
+            key = id(rollout.prompt), rollout.turn, repr(sorted(rollout.options.items())), tuple(map(_key, results))
             if key not in known:
                 known[key] = self._next(rollout, results)
             prompt, shown = known[key]
             rollout.results += shown
             messages = [result.message(call) for call, result in zip(rollout.calls, shown, strict=True)]
-            if prompt.num_tokens - rollout.start.num_tokens < rollout.limit:
+            if prompt is not None and prompt.num_tokens - rollout.start.num_tokens < rollout.limit:
                 rollout.add(prompt, messages)
                 ready.append(rollout)
             else:
@@ -235,8 +157,11 @@ class ToolLoop:
             rollout.calls = ()
         return ready
 
-    def _next(self, rollout: _Rollout, results: Sequence[ToolResult]) -> tuple[Prompt, list[ToolResult]]:
-        """The prompt of the next turn, and the results in it: those that cannot be shown became error messages."""
+    def _next(self, rollout: Growing, results: Sequence[ToolResult]) -> tuple[Prompt | None, list[ToolResult]]:
+        """The prompt of the next turn, and the results in it: those that cannot be shown became error messages.
+
+        None where the chat template takes not even these.
+        """
 
         def shown(these: Sequence[tuple[ToolCall, ToolResult]]) -> Prompt:
             messages = [result.message(call) for call, result in these]
@@ -260,15 +185,21 @@ class ToolLoop:
             except ValueError as error:
                 result = failure(f"the result cannot be shown: {error}").defused(self._special)
             checked.append((call, result))
-        return shown(checked), [result for _, result in checked]
+        try:
+            return shown(checked), [result for _, result in checked]
+        except ValueError as error:
+            if not self._told:
+                logger.warning("tools cannot answer a turn, which ends its rollout: %s", error)
+            self._told = True
+            return None, [result for _, result in checked]
 
 
 def _key(result: ToolResult) -> Any:
     """What tells a result from another one."""
     images = [part["image"] for part in result.content if part["type"] == "image"]
     pixels = [(image.mode, image.size, hashlib.sha256(image.tobytes()).digest()) for image in images]
-    kinds = tuple((part["type"], part.get("text")) for part in result.content)
-    return result.failed, result.timed_out, kinds, tuple(pixels)
+    others = [sorted((key, value) for key, value in part.items() if key != "image") for part in result.content]
+    return result.failed, result.timed_out, repr(others), tuple(pixels)
 
 
 def special_tokens(adapter: FamilyAdapter) -> frozenset[str]:

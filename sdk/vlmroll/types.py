@@ -131,6 +131,17 @@ class Completion:
             )
 
     @property
+    def num_added(self) -> int:
+        """How many of the ids the prompt of the last turn holds already."""
+        added = None if self.turns is None else self.turns.continuation.added
+        return 0 if added is None else added.num_tokens
+
+    def check(self, prompt: Prompt, *, where: str) -> None:
+        """Refuse turns that are not those of the prompt and of these ids; see `Continuation.check`."""
+        if self.turns is not None:
+            self.turns.continuation.check(prompt, self.completion_ids, where=where)
+
+    @property
     def sampled(self) -> tuple[int, ...]:
         """[C] 1 on ids that the model sampled."""
         return (1,) * len(self.completion_ids) if self.turns is None else self.turns.sampled
@@ -163,7 +174,7 @@ class GenerationOutput:
                     "ones; it must get `engine_ids` if it expands placeholders itself, else `prompt_ids`"
                 )
             for completion in self.completions[i]:
-                _check_turns(prompt, completion, where=f"prompt {i}")
+                completion.check(prompt, where=f"prompt {i}")
 
     @property
     def completion_ids(self) -> list[list[int]]:
@@ -184,16 +195,6 @@ class GenerationOutput:
             for prompt, group in pairs
             for completion in group
         ]
-
-
-def _check_turns(prompt: Prompt, completion: Completion, *, where: str) -> None:
-    """Refuse turns that are not those of a prompt and its completion."""
-    if completion.turns is None:
-        return
-    continuation = completion.turns.continuation
-    added = () if continuation.added is None else continuation.added.prompt_ids
-    if continuation.start is not prompt or completion.completion_ids[: len(added)] != added:
-        raise ValueError(f"{where}: its completion does not begin with the ids that its turns added to its prompt")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,7 +241,7 @@ class Rollout:
             values: Sequence[float] | None = getattr(self, name)
             if values is not None and len(values) != len(self.completion.completion_ids):
                 raise ValueError(f"{name} has {len(values)} values for {len(self.completion.completion_ids)} tokens")
-        _check_turns(self.prompt, self.completion, where=f"row {self.row_id}")
+        self.completion.check(self.prompt, where=f"row {self.row_id}")
 
     @property
     def counted(self) -> tuple[int, ...]:

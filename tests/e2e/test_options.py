@@ -344,3 +344,10 @@ def test_a_checkpoint_of_an_unknown_architecture_keeps_its_vision_tower(tmp_path
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["SomethingOwn"]}))
     assert any("visual" in name for name, _ in load_model(str(tmp_path)).named_parameters())
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_padding_to_a_multiple_changes_no_gradient(algorithm: str, tmp_path: Path) -> None:
+    (plain,) = gradients(algorithm, tmp_path / "plain", max_steps=1)
+    (padded,) = gradients(algorithm, tmp_path / "padded", max_steps=1, pad_to_multiple_of=8)
+    assert relative_difference(plain, padded) < 1e-4

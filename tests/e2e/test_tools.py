@@ -361,3 +361,106 @@ def test_pictures_that_cannot_be_shown_are_refused_at_the_start(
         make_trainer(
             "grpo", tmp_path, model=model, data=data, tools=[picture_of], tool_call_format="json_tagged", **options
         )
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        user("how many ?"),
+        [{"role": "user", "content": "in <image> how many ?"}],
+        [{"role": "user", "content": [{"type": "text", "text": "in"}, {"type": "image"}]}],
+    ],
+)
+def test_an_observation_with_pictures_stands_behind_those_of_the_columns(prompt: Any, tmp_path: Path) -> None:
+    class Sight:
+        def reset(self, **row: Any) -> list[Any]:
+            return [picture(40, 40, 9), " and <image> there"]
+
+    trainer = make_trainer(
+        "grpo", tmp_path, environment_factory=Sight, tools=[add], processing_class=processor(), **TOOLS
+    )
+    row = {"prompt": prompt, "images": [picture(64, 48, 1)], "n": 0}
+    (found,) = trainer.roll_out([row], SamplingParams(max_tokens=4))
+    first, second = found.prompt.images
+    assert (first.size, second.size) == ((64, 48), (40, 40))
+    assert "and <image> there" in found.prompt.text
+
+
+def test_rows_that_are_skipped_give_their_environments_back(tmp_path: Path) -> None:
+    data = [{"prompt": user("word " * (60 if i % 2 else 1)), "n": i} for i in range(8)]
+    trainer = make_trainer(
+        "grpo",
+        tmp_path,
+        environment_factory=Room,
+        processing_class=processor(),
+        max_prompt_length=80,
+        long_prompts="skip",
+        data=data,
+        max_steps=2,
+        gradient_accumulation_steps=1,
+        **TOOLS,
+    )
+    trainer.train()
+    assert len(Room.made) == 4
+
+
+def test_environments_are_closed_when_the_trainer_cannot_be_made(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="tool_call_format"):
+        make_trainer("grpo", tmp_path, environment_factory=Room, tool_call_format="smoke", **TOOLS)
+    gc.collect()
+    assert [room.closed for room in Room.made] == [True]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": user("go"), "chat_template_kwargs": 5}, "row 0, column 'chat_template_kwargs': give a mapping"),
+        ({"n": 1}, "row 0, column 'prompt': it is missing"),
+        ({"prompt": ["hi"], "n": 1}, "row 0, column 'prompt', message 0: a message is a mapping"),
+        ({"prompt": [{"role": "system", "content": "x"}], "n": 1}, "row 0, column 'prompt': no user message"),
+    ],
+)
+def test_rows_that_cannot_be_opened_are_named(row: dict[str, Any], words: str, tmp_path: Path) -> None:
+    trainer = make_trainer("grpo", tmp_path, environment_factory=Room, processing_class=processor(), **TOOLS)
+    with pytest.raises(ValueError, match=words):
+        trainer.roll_out([{"n": 0, **row}])
+
+
+def test_a_column_may_be_called_environments_without_environments(tmp_path: Path) -> None:
+    def reward(completions: Any, environments: Any) -> list[float]:
+        return [float(len(name)) for name in environments]
+
+    data = [{"prompt": user("go"), "environments": "ab"} for _ in range(4)]
+    make_trainer("grpo", tmp_path, model="text", reward=reward, data=data, max_steps=1).train()
+
+
+def test_a_rollout_func_brings_no_picture_by_its_id_alone(tmp_path: Path) -> None:
+    def rollout_func(encoded: Any, num_generations: int, trainer: Any) -> dict[str, Any]:
+        pad, total = min(trainer.adapter.vision_ids), len(encoded) * num_generations
+        ids = [list(prompt.prompt_ids) for prompt in encoded for _ in range(num_generations)]
+        mask = {"env_mask": [[1, 0, 1]] * total}
+        return {"prompt_ids": ids, "completion_ids": [[5, pad, 6]] * total, "logprobs": [[-1.0] * 3] * total, **mask}
+
+    data = [{"prompt": user(f"go {i}")} for i in range(4)]
+    with pytest.raises(ValueError, match=r"row \d: the completion holds the id .* of a picture"):
+        make_trainer("grpo", tmp_path, rollout_func=rollout_func, data=data).train()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"completions": ["x"] * 8}, "'completions' have the name of an argument"),
+        ({"n": [1] * 8}, "'n' have the name of an argument"),
+        ({"completion_ids": [[]] * 8, "logprobs": [[]] * 8}, "row 0: rollout_func: a completion needs"),
+        ({"env_mask": [[0]] * 8}, "row 0: rollout_func: a completion of several turns needs"),
+    ],
+)
+def test_lists_of_a_rollout_func_that_cannot_be_are_refused(more: dict[str, Any], words: str, tmp_path: Path) -> None:
+    def rollout_func(encoded: Any, num_generations: int) -> dict[str, Any]:
+        ids = [list(prompt.prompt_ids) for prompt in encoded for _ in range(num_generations)]
+        return {"prompt_ids": ids, "completion_ids": [[5]] * 8, "logprobs": [[-1.0]] * 8, **more}
+
+    with pytest.raises(ValueError, match=words):
+        make_trainer(
+            "grpo", tmp_path, model="text", rollout_func=rollout_func, data=rows(4, "text"), shuffle_dataset=False
+        ).train()

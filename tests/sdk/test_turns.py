@@ -320,3 +320,55 @@ def test_a_generator_of_text_shows_no_picture_and_goes_on() -> None:
     ((completion,),) = output.completions
     assert "the generator reads text only" in said(completion)[1][1]
     assert said(completion)[2] == ("assistant", "so")
+
+
+def test_rows_with_other_arguments_for_the_template_have_turns_of_their_own() -> None:
+    turn, toolbox = ids_of(call("add", a=1, b=1)), Toolbox([add])
+    (prompt,) = encoded(toolbox, ROW)
+    forced = Forced([[turn, ids_of(f"x{END}")]] * 2)
+    first = forced.generate([prompt], SamplingParams(max_tokens=400), 2).completions[0]
+    options = [{"hint": "so"}, {"hint": "no"}]
+    ToolLoop(forced, adapter()).go_on(
+        [prompt] * 2, list(first), [toolbox] * 2, SamplingParams(max_tokens=400), options=options
+    )
+    assert [later.text[-3:] for later in forced.asked[1][0]] == ["\nso", "\nno"]
+
+
+def test_results_that_differ_in_size_alone_are_told_apart() -> None:
+    def sized(most: int) -> Any:
+        """Shows a picture in a size.
+
+        Args:
+            most: its pixels.
+        """
+        return {"type": "image", "image": picture(120, 120, 1), "max_pixels": most}
+
+    turns = [[ids_of(call("sized", most=n)), ids_of(f"1{END}")] for n in (1024, 4096)]
+    forced, _, _ = run(turns, sized)
+    small, large = forced.asked[1][0]
+    assert small.num_image_tokens < large.num_image_tokens
+
+
+def test_limits_of_prompts_hold_for_all_of_their_completions() -> None:
+    toolbox = Toolbox([add])
+    prompts = encoded(toolbox, ROW, {"prompt": user("go")})
+    turn = ids_of(call("add", a=1, b=1))
+    forced = Forced([[turn, ids_of(f"x{END}")] for _ in range(4)])
+    sampling = SamplingParams(max_tokens=400, limits=(len(turn) + 4, 400))
+    output = ToolLoop(forced, adapter()).generate(prompts, toolbox, sampling, 2)
+    assert [[c.finish_reason for c in group] for group in output.completions] == [["length"] * 2, ["stop"] * 2]
+
+
+def test_a_turn_that_no_answer_fits_ends_its_rollout_alone(caplog: pytest.LogCaptureFixture) -> None:
+    turn, toolbox = ids_of(call("add", a=1, b=1)), Toolbox([add])
+    (prompt,) = encoded(toolbox, ROW)
+    forced = Forced([[turn, ids_of(f"x{END}")]] * 2)
+    first = forced.generate([prompt], SamplingParams(max_tokens=400), 2).completions[0]
+    # A hint that is no text breaks the template for one of the rows.
+    options: list[dict[str, Any]] = [{"hint": "<|image_pad|>"}, {}]
+    found = ToolLoop(forced, adapter()).go_on(
+        [prompt] * 2, list(first), [toolbox] * 2, SamplingParams(max_tokens=400), options=options
+    )
+    assert [completion.finish_reason for completion in found] == ["length", "stop"]
+    assert found[0].completion_ids == turn
+    assert "tools cannot answer a turn" in caplog.text

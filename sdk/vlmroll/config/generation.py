@@ -63,8 +63,8 @@ class GenerationOptions:
     )
     tool_timeout: float | None = option(
         30.0,
-        help="Seconds that a tool call, or the reset of an environment, may take; a call that takes longer ends in an "
-        "error message for the model. None: no limit.",
+        help="Seconds that a tool call may take; one that takes longer ends in an error message for the model. Also of "
+        "an environment's reset and get_reward, where it ends the run. None: no limit.",
         new=True,
     )
     tool_call_format: str | None = option(

@@ -11,7 +11,7 @@ from vlmroll.types import Rollout
 from vlmroll_processors import Picture
 
 CONTEXT = ("trainer_state", "log_metric", "log_extra")
-_OURS = ("prompts", "completions", "completion_ids", "environments", *CONTEXT)
+_OURS = ("prompts", "completions", "completion_ids", *CONTEXT)
 
 
 def columns_of(rollouts: Sequence[Rollout], texts: Sequence[str]) -> dict[str, list[Any]]:
@@ -39,6 +39,11 @@ def columns_of(rollouts: Sequence[Rollout], texts: Sequence[str]) -> dict[str, l
     columns["images"] = [pictures[id(rollout.prompt)] for rollout in rollouts]
     extras = [{} if r.completion.turns is None else r.completion.turns.extra for r in rollouts]
     names = sorted({name for extra in extras for name in extra})
+    if taken := [name for name in names if name in (*_OURS, *columns)]:
+        raise ValueError(
+            f"rollout_func: the values {taken[0]!r} have the name of an argument that reward functions get already; "
+            "rename them"
+        )
     return columns | {name: [own(extra.get(name)) for extra in extras] for name in names}
 
 

@@ -91,6 +91,8 @@ class RewardSuite:
             given: dict[str, Any] = columns_of(rollouts, texts)
             given |= {"trainer_state": state, "log_metric": metrics.log_metric, "log_extra": self._log_extra(metrics)}
             if environments is not None:
+                if "environments" in given:
+                    raise ValueError("the column 'environments' has the name of an argument of ours; rename the column")
                 own = isinstance(function, EnvironmentReward)
                 given["environments"] = list(environments) if own else [its.instance for its in environments]
             with metrics.timed(name), named(name):
