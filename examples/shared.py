@@ -4,14 +4,22 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 # One thread for each core that really works: spinning barriers of idle threads make small models many times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from digits import MAX_TOKENS, Row, accuracy_reward  # noqa: E402
-from vlmroll import Generator, SamplingParams  # noqa: E402
+from vlmroll import (  # noqa: E402
+    Generator,
+    GRPOConfig,
+    GRPOTrainer,
+    PolicyTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SamplingParams,
+)
 from vlmroll_processors import ProcessorAdapter  # noqa: E402
 
 GENERATORS: dict[str, dict[str, Any]] = {
@@ -20,6 +28,12 @@ GENERATORS: dict[str, dict[str, Any]] = {
     "vllm-server": {"use_vllm": True, "vllm_mode": "server"},
 }
 """What generates, and the options of a config that say so. A server is started by `vlmroll serve MODEL`."""
+
+ALGORITHMS: dict[str, tuple[type[Any], type[PolicyTrainer]]] = {
+    "grpo": (GRPOConfig, GRPOTrainer),
+    "rloo": (RLOOConfig, RLOOTrainer),
+}
+"""What trains: the class of its config and of its trainer."""
 
 
 def parse_options(
@@ -51,6 +65,19 @@ def greedy_accuracy(generator: Generator, adapter: ProcessorAdapter, rows: Seque
         output = generator.generate(adapter.encode(part), SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS), 1)
         answers = [[{"role": "assistant", "content": adapter.decode(ids)}] for ids in output.completion_ids]
         right += sum(accuracy_reward(answers, [row["answer"] for row in part]))
+    return right / len(rows)
+
+
+def rollout_accuracy(
+    trainer: PolicyTrainer, rows: Sequence[Mapping[str, Any]], reward: Callable[..., list[float]], *, max_tokens: int
+) -> float:
+    """Mean reward of the most likely rollout of each row, tool calls included; `max_tokens` are for all its turns."""
+    right = 0.0
+    for start in range(0, len(rows), 50):
+        part = rows[start : start + 50]
+        rollouts = trainer.roll_out(part, SamplingParams(temperature=0.0, max_tokens=max_tokens), 1)
+        completions = [turns.messages for rollout in rollouts if (turns := rollout.completion.turns) is not None]
+        right += sum(reward(completions=completions, answer=[row["answer"] for row in part]))
     return right / len(rows)
 
 
