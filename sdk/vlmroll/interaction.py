@@ -1,6 +1,5 @@
 """What a trainer's `tools`, `environment_factory` and `rollout_func` come to: the parts that make its rollouts."""
 
-import inspect
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -36,14 +35,14 @@ class Asked:
         ValueError: they do not go together, or one of them is not of use; says what to give.
     """
 
-    tools: Sequence[Callable[..., Any]] | None = None
+    tools: Any = None
     environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None
     rollout_func: Callable[..., Any] | None = None
     toolbox: Toolbox = field(init=False)
     pool: EnvironmentPool | None = field(init=False)
 
     def __post_init__(self) -> None:
-        factory, tools = self.environment_factory, list(self.tools or ())
+        factory, tools = self.environment_factory, () if self.tools is None else self.tools
         if self.rollout_func is not None and (tools or factory is not None):
             raise ValueError("rollout_func brings a loop of its own; leave out tools and environment_factory")
         object.__setattr__(self, "toolbox", Toolbox(tools))
@@ -100,7 +99,7 @@ def make_interaction(asked: Asked, adapter: FamilyAdapter, generator: Generator,
     toolbox, pool = asked.toolbox, asked.pool
     if pool is not None and args.long_prompts == "skip" and trainer.accelerator.num_processes > 1:
         raise ValueError(
-            "long_prompts='skip' would leave a row out in one process alone, since environments may tell each something "
+            "long_prompts='skip' would leave a row out in one process alone, where environments tell each something "
             "else; raise max_prompt_length, or take long_prompts='raise'"
         )
     opener = Opener(adapter, toolbox, pool, args.tool_timeout, special_tokens(adapter))
@@ -132,8 +131,7 @@ def _check_template(adapter: FamilyAdapter, toolboxes: Sequence[Toolbox], *, tex
     Args:
         text_only: whether the generator reads no pictures.
     """
-    tools = [tool for toolbox in toolboxes for tool in toolbox.tools.values()]
-    if any("Image" in str(inspect.signature(tool.function).return_annotation) for tool in tools):
+    if any(toolbox.returns_pictures for toolbox in toolboxes):
         if text_only:
             raise ValueError("a tool returns pictures, but the generator reads text only; take another generator")
         logger.info("pictures from tools: %s", adapter.check_tools(pictures=True))

@@ -9,6 +9,17 @@ def is_chat(prompt: Any) -> bool:
     return isinstance(prompt, list | tuple) and all(isinstance(message, Mapping) for message in cast("Any", prompt))
 
 
+def last_text(prompt: Any) -> str:
+    """The text that an observation will stand behind: of the end of a prompt's last user message."""
+    if not is_chat(prompt):
+        return ""
+    contents = [message.get("content") for message in prompt if message.get("role") == "user"]
+    content = contents[-1] if contents else ""
+    last = content[-1] if isinstance(content, list | tuple) and content else content
+    text = cast("Mapping[str, Any]", last).get("text") if isinstance(last, Mapping) else last
+    return text if isinstance(text, str) else ""
+
+
 def with_observation(
     messages: Sequence[Any], observation: Sequence[Mapping[str, Any]], *, where: str = "prompt"
 ) -> list[Any]:

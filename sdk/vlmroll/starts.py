@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vlmroll import data
-from vlmroll.observations import is_chat, with_observation
-from vlmroll.tools import Environment, EnvironmentPool, Part, Toolbox, ToolResult, reset_all
+from vlmroll.observations import is_chat, last_text, with_observation
+from vlmroll.tools import Environment, EnvironmentPool, Part, Toolbox, defused, reset_all
 from vlmroll_processors import ProcessorAdapter, Prompt, PromptTooLong
 from vlmroll_processors.messages import placed_row
 from vlmroll_processors.rendering import template_kwargs_of
@@ -105,7 +105,10 @@ class Opener:
                 seconds=self._seconds,
                 where=[f"row {row_ids[i]}" for i in places],
             )
-            observed = [ToolResult(parts).defused(self._special).content for parts in observed]
+            observed = [
+                defused(seen, self._special, before=last_text(rows[i].get("prompt")))
+                for i, seen in zip(places, observed, strict=True)
+            ]
         distinct: list[tuple[int, tuple[Part, ...]]] = []  # each is encoded once, and siblings mostly see the same
         for seen in zip(places, observed, strict=True):
             if seen not in distinct[-1:] and seen not in distinct:

@@ -78,7 +78,7 @@ class PolicyTrainer(RoundTrainer):
         *,
         peft_config: Any = None,
         generator: Generator | None = None,
-        tools: Sequence[Any] | None = None,
+        tools: Any = None,
         environment_factory: Any = None,
         rollout_func: Any = None,
         **others: Any,

@@ -179,6 +179,15 @@ WRONG = [
     ("json_tagged", '<tool_call>{"name": "a", "arguments": {"x": ' + "9" * 5000 + "}}</tool_call>", "JSON"),
     ("json_tagged", '<tool_call>{"name": "a", "arguments": {"x": ' + "[" * 60 + "]" * 60 + "}}</tool_call>", "deeper"),
     ("json_tagged", "<tool_call>" + "[" * 5000, "closed"),
+    *(
+        ("json_tagged", f'<tool_call>{{"name": "a", "arguments": {{"x": [{value}]}}}}</tool_call>', "finite")
+        for value in ("NaN", "Infinity", "-Infinity", "1e999")
+    ),
+    ("json_object", '{"name": "a", "parameters": {"x": NaN}}', "finite"),
+    ("bracketed", '[TOOL_CALLS]a[ARGS]{"x": NaN}', "finite"),
+    ("braced", "<|tool_call>call:a{x:Infinity}<tool_call|>", "finite"),
+    ("python_calls", "<|tool_call_start|>[a(x=-1e999)]<|tool_call_end|>", "finite"),
+    ("python_calls", f"<|tool_call_start|>[a(x=0x{'f' * 5000})]<|tool_call_end|>", "a thousand digits"),
     ("json_tagged", '<tool_call>{"name": "' + "a" * 300 + '"}</tool_call>', "300 characters"),
     ("xml_function", '<tool_call>{"name": "a"}</tool_call>', "function=NAME"),
     ("xml_function", "<tool_call><function=a><parameter=x>1</function></tool_call>", "closed"),
@@ -219,6 +228,7 @@ def test_wrong_calls_are_calls_with_an_error(format: str, text: str, words: str)
     assert len(call.name) <= 100
     (entry,) = reply.message["tool_calls"]
     assert entry["function"]["name"]
+    json.dumps(reply.message, allow_nan=False)
     # What the model wrote stays to be seen, less special tokens.
     found = tokenizer()
     assert reply.message["content"] == found.decode(found(text)["input_ids"], skip_special_tokens=True).strip()
@@ -311,6 +321,19 @@ def test_thinking_without_an_opening_tag() -> None:
     assert reply.message == {"role": "assistant", "content": "Yes.", "reasoning_content": "so it is"}
 
 
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("opening", "close"), THINKING)
+def test_a_closing_tag_in_an_argument_ends_no_thought(format: str, opening: str, close: str) -> None:
+    written = {"x": f"say {close} now"}
+    text = f" {WRITERS[format]('a', written)}<|im_end|>"
+    schemas = [schema("a", x="string")]
+    assert calls_of(parse(text, format, schemas)) == [("a", written, False)]
+    # A thought that was opened in the prompt may hold what a call could begin with, but no call.
+    reply = parse(f"is {{it}} so{close}{text}", format, schemas)
+    assert calls_of(reply) == [("a", written, False)]
+    assert reply.message["reasoning_content"] == "is {it} so"
+
+
 @pytest.mark.parametrize(
     ("value", "kind", "wanted"),
     [
@@ -325,6 +348,8 @@ def test_thinking_without_an_opening_tag() -> None:
         ("[1]", {"anyOf": [{"type": "object"}, {"type": "array", "items": {}}]}, [1]),
         ('{"a": 1}', {}, {"a": 1}),
         ("{a}", {}, "{a}"),
+        ("NaN", {}, "NaN"),
+        ("[1e999]", {}, "[1e999]"),
         ("x", {"type": "image"}, "x"),
         ("nan", {"type": "number"}, None),
         ("1e400", {"type": "number"}, None),
@@ -347,6 +372,16 @@ def test_plain_text_is_cast_by_the_schema(value: str, kind: dict[str, Any], want
     assert parse(key_value("b", {"x": value}), "key_value", [schema("a", x=kind)]).calls == (
         ToolCall("b", {"x": value}),
     )
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [("[NaN]", "finite"), ("[1e999]", "finite"), ('["\\ud800"]', "Unicode"), ("[" * 60 + "]" * 60, "deeper")],
+)
+def test_cast_values_are_checked_like_others(value: str, words: str) -> None:
+    (call,) = parse(key_value("a", {"x": value}), "key_value", [schema("a", x="array")]).calls
+    assert call == ToolCall("a", error=call.error)
+    assert words in call.error
 
 
 MARKERS = {

@@ -2,8 +2,11 @@
 
 import asyncio
 import logging
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -155,6 +158,62 @@ def test_closing_goes_on_after_an_error(caplog: pytest.LogCaptureFixture) -> Non
     ]
 
 
+def test_what_was_made_before_an_error_is_closed() -> None:
+    made: list[Sum] = []
+
+    def factory() -> Sum:
+        made.append(Sum())
+        return made[-1]
+
+    class Unfit(Sum):
+        def shared(self) -> None: ...
+
+    with pytest.raises(ValueError, match="no docstring"):
+        EnvironmentPool({"good": factory, "unfit": lambda: made.append(Unfit()) or made[-1]})
+    assert [type(instance) for instance in made] == [Sum, Unfit]
+    assert [instance.closed for instance in made] == [1, 1]
+
+
+def test_a_finalizer_closes_when_the_interpreter_ends() -> None:
+    """No thread can be started then."""
+    code = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+import builtins, logging, os
+from vlmroll.tools import EnvironmentPool
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+
+class Plain:
+    def reset(self, **row): ...
+    def close(self):
+        os.write(1, b"closed\\n")
+
+class Failing(Plain):
+    def close(self):
+        raise KeyError("door")
+
+class Later(Plain):
+    async def close(self): ...
+
+class Keeper:
+    def __del__(self, stdout=sys.stdout):
+        os.write(1, f"ends {{sys.is_finalizing()}}\\n".encode())
+        self.pool.close()
+        self.pool.close()
+
+builtins.keeper = Keeper()
+builtins.keeper.pool = EnvironmentPool({{"plain": Plain, "failing": Failing, "later": Later}})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        "ends True",
+        "closed",
+        "environment 'failing': close() failed (KeyError: 'door')",
+        "environment 'later': close() failed (it is async, and the interpreter ends)",
+    ]
+
+
 def test_reset_gets_what_it_names() -> None:
     row: dict[str, Any] = {"prompt": "p", "start": 3, "things": [1, {"a": 2}], "first": None}
     later, everything = Environment("later", Later(), Toolbox()), Environment("sum", Sum(), Toolbox())
@@ -163,7 +222,53 @@ def test_reset_gets_what_it_names() -> None:
     given: Any = everything.instance.given  # pyright: ignore[reportAttributeAccessIssue]
     assert given == row
     assert given["things"][1] is not row["things"][1]
-    assert later.reset({"start": 1, "label": "y"})[0]["text"] == "y1"
+    assert reset_all([later], [{"start": 1, "label": "y"}])[0][0]["text"] == "y1"
+
+
+class Painter(Base):
+    """Changes all that it is given."""
+
+    def reset(self, **row: Any) -> None:
+        self.given = row
+        self.pictures: list[Image.Image] = [row["picture"], row["prompt"][0]["content"][0]["image"], row["pair"][1]]
+        for image in self.pictures:
+            image.paste((255, 0, 0), (0, 0, 1, 1))
+        row["frames"][0][...] = 7
+        row["tensor"].zero_()
+
+
+def test_environments_share_no_pictures(tmp_path: Path) -> None:
+    """Siblings get one row; files that were only opened are decoded before the threads start."""
+    noise = np.random.default_rng(0).integers(0, 255, (600, 600, 3), dtype=np.uint8)
+    for ending in ("png", "jpg"):
+        Image.fromarray(noise).save(tmp_path / f"a.{ending}")
+        opened = Image.open(tmp_path / f"a.{ending}")
+        plain = Image.new("RGB", (2, 2))
+        row: dict[str, Any] = {
+            "picture": opened,
+            "prompt": [{"role": "user", "content": [{"type": "image", "image": opened}]}],
+            "pair": (1, plain),
+            "frames": [np.zeros((2, 2), np.uint8)],
+            "tensor": torch.ones(2),
+        }
+        painters = [Environment("painter", Painter(), Toolbox()) for _ in range(8)]
+        reset_all(painters, [row] * 8)
+        wanted = np.asarray(Image.open(tmp_path / f"a.{ending}"))
+        assert np.array_equal(np.asarray(opened), wanted)
+        assert (plain.getpixel((0, 0)), row["frames"][0].max(), row["tensor"].tolist()) == ((0, 0, 0), 0, [1, 1])
+        instances: list[Any] = [environment.instance for environment in painters]
+        for instance in instances:
+            assert np.array_equal(np.asarray(instance.given["picture"])[1:], wanted[1:])
+            assert instance.pictures[0] is instance.pictures[1]  # as in the row
+        assert len({id(image) for instance in instances for image in instance.pictures}) == 16
+
+
+def test_a_broken_picture_of_a_row_is_named(tmp_path: Path) -> None:
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (99, 99, 3), dtype=np.uint8)).save(tmp_path / "a.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "a.png").read_bytes()[:2000])
+    with Image.open(tmp_path / "cut.png") as cut, pytest.raises(OSError, match="truncated") as caught:
+        reset_all([Environment("sum", Sum(), Toolbox())], [{"images": [cut]}], where=["row 2"])
+    assert caught.value.__notes__ == ["in column 'images' for row 2: reset() of environment 'Sum'"]
 
 
 def picture(value: int) -> Image.Image:
@@ -185,7 +290,7 @@ def picture(value: int) -> Image.Image:
     ids=str,
 )
 def test_what_reset_may_return(returned: Any, kinds: list[str]) -> None:
-    parts = Environment("sum", Sum(), Toolbox()).reset({"first": returned})
+    (parts,) = reset_all([Environment("sum", Sum(), Toolbox())], [{"first": returned}])
     assert [part["type"] for part in parts] == kinds
     assert all(part["image"].mode == "RGB" for part in parts if part["type"] == "image")
 
@@ -218,7 +323,7 @@ def test_errors_of_a_reset_are_the_users() -> None:
             threading.Event().wait(2)
 
     with pytest.raises(KeyError, match="map") as caught:
-        Environment("broken", Broken(), Toolbox()).reset({})
+        reset_all([Environment("broken", Broken(), Toolbox())], [{}])
     assert caught.value.__notes__ == ["in reset() of environment 'Broken'"]
     hanging = Environment("hanging", Hanging(), Toolbox())
     with pytest.raises(
@@ -226,8 +331,13 @@ def test_errors_of_a_reset_are_the_users() -> None:
     ):
         reset_all([hanging], [{}], seconds=LIMIT, where=["row 3"])
     assert hanging.toolbox.stuck
+    # Also behind one that stops the run before it.
+    later = [Environment("broken", Broken(), Toolbox()), Environment("hanging", Hanging(), Toolbox())]
+    with pytest.raises(KeyError):
+        reset_all(later, [{}, {}], seconds=LIMIT)
+    assert [environment.toolbox.stuck for environment in later] == [False, True]
     with pytest.raises(ValueError, match=r"reset\(\) of environment 'Later' asks for 'start'.*there are a, b"):
-        Environment("later", Later(), Toolbox()).reset({"a": 1, "b": 2})
+        reset_all([Environment("later", Later(), Toolbox())], [{"a": 1, "b": 2}])
 
 
 def test_reset_is_called_by_names() -> None:
@@ -239,7 +349,7 @@ def test_reset_is_called_by_names() -> None:
 
     for kind in (Positional, Starred):
         with pytest.raises(ValueError, match="by position, but columns are given by name"):
-            Environment("kind", kind(), Toolbox()).reset({"start": 1})
+            reset_all([Environment("kind", kind(), Toolbox())], [{"start": 1}])
 
 
 def rewarding(value: Any) -> Environment:
@@ -275,11 +385,23 @@ def test_errors_of_a_reward_are_the_users() -> None:
         def get_reward(self) -> None:
             threading.Event().wait(2)
 
+    broken, hanging = (Environment(kind.__name__, kind(), Toolbox()) for kind in (Broken, Hanging))
     with pytest.raises(ZeroDivisionError) as caught:
-        get_rewards([rewarding(1.0), Environment("broken", Broken(), Toolbox())])
+        get_rewards([rewarding(1.0), broken])
     assert caught.value.__notes__ == ["in get_reward() of environment 'Broken'"]
-    with pytest.raises(TimeoutError, match=r"get_reward\(\) of environment 'Hanging'"):
-        get_rewards([Environment("hanging", Hanging(), Toolbox())], seconds=LIMIT)
+    with pytest.raises(TimeoutError, match=r"^get_reward\(\) of environment 'Hanging'"):
+        get_rewards([hanging], seconds=LIMIT)
+    assert hanging.toolbox.stuck
+    hanging.toolbox.stuck = False
+    with pytest.raises(ZeroDivisionError) as caught:
+        get_rewards([broken, hanging], seconds=LIMIT, where=["row 3", "row 4"])
+    assert caught.value.__notes__ == ["in row 3: get_reward() of environment 'Broken'"]
+    assert hanging.toolbox.stuck
+    hanging.toolbox.stuck = False
+    with pytest.raises(TimeoutError, match=r"^row 4: get_reward\(\) of environment 'Hanging'"):
+        get_rewards([hanging], seconds=LIMIT, where=["row 4"])
+    with pytest.raises(ValueError, match=r"^row 5: get_reward\(\) of environment 'Giving' returned 'x'"):
+        get_rewards([rewarding("x")], where=["row 5"])
 
 
 def test_rows_choose_by_their_column() -> None:

@@ -7,6 +7,7 @@ import enum
 import json
 import math
 import pathlib
+import time
 import uuid
 from collections import OrderedDict
 from typing import Any, NamedTuple
@@ -18,8 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from vlmroll.tools import content_of
-from vlmroll.tools.results import MAX_CHARACTERS
+from vlmroll.tools import Part, Toolbox, content_of, defused, run_calls
 from vlmroll.tools.types import MAX_ERROR, ToolCall, ToolResult, failure
 
 
@@ -224,7 +224,9 @@ def deep() -> list[Any]:
         ("\ud800", "not valid Unicode"),
         (["\ud800"], "not valid Unicode"),
         ({"\ud800": 1}, "not valid Unicode"),
-        ("x" * (MAX_CHARACTERS + 1), "return less"),
+        ("x" * 200_001, "has 200001 characters, and at most 200000 are shown; return less"),
+        (["x" * 150_000, red(1), "x" * 50_001], "has 200001 characters"),
+        (list(range(50_000)), "return less"),
         (10**5000, "digits"),
         (Image.new("RGB", (0, 4)), "no pixels"),
         ([red(1), Image.new("RGB", (4, 0))], "picture 2 of the result"),
@@ -277,6 +279,61 @@ def test_failures_are_short_json(words: str) -> None:
 
 
 def test_special_tokens_in_results_are_taken_apart() -> None:
-    result = ToolResult(content_of([red(1), "a<|x|><|x|>|> b<|xy|>"])).defused(["<|x|>", "|>", "<|x", "<|xy|>"])
-    assert result.content[1]["text"] == "a< |x|>< |x|>| > b< |xy|>"
+    result = ToolResult(content_of([red(1), "a<|x|><|x|>|> b<|xy|>"])).defused(["<|x|>", "<|xy|>", "", "a"])
+    assert result.content[1]["text"] == "a< |x|>< |x|>|> b< |xy|>"
     assert ToolResult(content_of("<|x|>")).defused([]).content == content_of("<|x|>")
+
+
+def texts_of(*texts: str) -> list[Part]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def test_special_tokens_in_pieces_are_taken_apart() -> None:
+    """Templates write neighbouring parts without anything between them."""
+    tokens = ["<|x|>"]
+    given = texts_of("<|", "x|>")
+    assert ToolResult(tuple(given)).defused(tokens).content == tuple(texts_of("< |x|>"))
+    assert given == texts_of("<|", "x|>")
+    apart = [*texts_of("a<|"), image(1), *texts_of("x|>", "")]
+    assert [part.get("text") for part in defused(apart, tokens)] == ["a<|", None, "x|>"]
+    # What stands before is not changed; only what ends behind it is broken.
+    assert defused(texts_of("|", "> <|x|>"), tokens, before="<|x|> <|x") == tuple(texts_of(" |> < |x|>"))
+    assert defused(texts_of("x|>"), tokens, before="<| ") == tuple(texts_of("x|>"))
+    assert defused([image(1), *texts_of("x|>")], tokens, before="<|")[1]["text"] == "x|>"
+    assert defused([], tokens, before="<|x|>") == ()
+
+
+short = st.text("<|a ", max_size=6)
+
+
+@given(st.lists(short, max_size=4), st.sets(short, max_size=4), short)
+def test_no_token_ends_in_a_defused_text(pieces: list[str], tokens: set[str], before: str) -> None:
+    """Tokens may overlap, hold each other and hold blanks."""
+    (text,) = [part["text"] for part in defused(texts_of(*pieces), tokens, before)] or [""]
+    assert text.replace(" ", "") == "".join(pieces).replace(" ", "")
+    cores = [token.strip() for token in tokens]
+    for core in [core for core in cores if len(core) > 1]:
+        assert core not in (before + text)[max(0, len(before) - len(core) + 1) :]
+    if not any(core in before + "".join(pieces) for core in cores):
+        assert text == "".join(pieces)
+
+
+def test_thousands_of_tokens_and_a_long_text() -> None:
+    tokens = frozenset(f"<unused{i}>" for i in range(6000))
+    started = time.monotonic()
+    (part,) = defused(texts_of("<b>text<unused7> " * 10_000), tokens)
+    assert part["text"] == "<b>text< unused7> " * 10_000
+    assert time.monotonic() - started < 5
+
+
+def test_pictures_that_are_only_opened_may_be_returned_by_many(tmp_path: pathlib.Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (900, 900, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "a.png")
+    opened = Image.open(tmp_path / "a.png")
+
+    def look() -> Image.Image:
+        """Looks."""
+        return opened
+
+    results = run_calls([(Toolbox([look]), [ToolCall("look")])] * 8, seconds=None)
+    assert all(np.array_equal(np.asarray(result.content[0]["image"]), noise) for (result,) in results)

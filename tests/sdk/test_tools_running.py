@@ -10,14 +10,15 @@ import textwrap
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from vlmroll.tools import Toolbox, ToolCall, ToolResult, run_calls
-from vlmroll.tools.jobs import MAX_THREADS
+from vlmroll.tools import Toolbox, ToolCall, ToolResult, jobs, run_calls
+from vlmroll.tools.jobs import MAX_THREADS, Job, run_jobs
 
 LIMIT = 0.5  # seconds, where one is passed; others are far away
 released = threading.Event()
@@ -346,7 +347,9 @@ def test_a_process_without_room_for_threads(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", full)
-    assert error_of(run(("add", {"a": 1}))[0]) == "RuntimeError: can't start new thread"
+    monkeypatch.setattr(jobs, "_current", None)  # the loop that others have started
+    for result in run(("add", {"a": 1}), ("rest", {"seconds": 0.01})):
+        assert error_of(result) == "RuntimeError: can't start new thread"
 
 
 def test_tools_may_change_their_arguments() -> None:
@@ -525,6 +528,25 @@ def test_an_interrupt_by_the_user_goes_through(tool: str) -> None:
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=20)
     assert (out, process.returncode, err) == ("interrupted\n", 0, "")
+
+
+@pytest.mark.parametrize("name", ["hang", "hang_later"])
+def test_an_interrupt_leaves_states_alone(name: str) -> None:
+    """What was running goes on, so its instance is not to be used again."""
+
+    def interrupt() -> str:
+        raise KeyboardInterrupt
+
+    box = Box()
+    stuck, other = (Toolbox([box.put, box.hang, box.hang_later], in_order=True) for _ in range(2))
+    left = Job(
+        function=stuck.tools[name].function, is_async=stuck.tools[name].is_async, refused=str, on_left=stuck.stick
+    )
+    done = Job(function=partial(nap, 0.2), on_left=other.stick)
+    with pytest.raises(KeyboardInterrupt):
+        run_jobs([[left], [done, Job(function=nothing, refused=interrupt, on_left=other.stick)]], None)
+    assert (stuck.stuck, other.stuck) == (True, False)
+    assert "was not run" in error_of(run(("put", {"number": 1}), toolbox=stuck)[0])
 
 
 @pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="needs fork")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 import pytest
+from PIL import Image
 from transformers.utils.chat_template_utils import get_json_schema
 
 from vlmroll.tools import Toolbox
@@ -97,6 +98,83 @@ def returning(hint: Any) -> Callable[[], Any]:
 @pytest.mark.parametrize("hint", [tuple[str, ...], "Unknown", "list[", Callable[[], int], 3, None, Any])
 def test_any_return_type_will_do(hint: Any) -> None:
     assert Toolbox([returning(hint)]).names == ("look",)
+
+
+class ImageInfo(TypedDict):
+    width: int
+
+
+class Picture(Image.Image):
+    """A kind of picture."""
+
+
+@pytest.mark.parametrize(
+    ("hint", "wanted"),
+    [
+        (Image.Image, True),
+        (Picture, True),
+        (list[Image.Image], True),
+        (tuple[str, dict[str, Image.Image | None]], True),
+        (Annotated[Image.Image, "small"], True),
+        (Awaitable[Image.Image], True),
+        ("Image.Image", True),
+        ("list[Image.Image] | None", True),
+        (list["Image.Image"], True),
+        ("Image", True),
+        (Image, True),
+        # Of these only the text is known.
+        ("PIL.Image.Image", True),
+        ("Unknown", False),
+        ("list[Unknown]", False),
+        (ImageInfo, False),
+        ("ImageInfo", False),
+        ("UnknownImage", False),
+        (Literal["Image", "Image.Image"], False),
+        (list[int], False),
+        (Any, False),
+        (None, False),
+        (3, False),
+    ],
+    ids=str,
+)
+def test_whether_a_tool_returns_pictures(hint: Any, wanted: bool) -> None:
+    assert Toolbox([add, returning(hint)]).returns_pictures == wanted
+
+
+@pytest.mark.parametrize(("hint", "wanted"), [("Image", True), ("Image.Image", True), ("ImageInfo", False)])
+def test_pictures_that_only_type_checkers_import(hint: str, wanted: bool) -> None:
+    names: dict[str, Any] = {}
+    exec(f"from __future__ import annotations\ndef look() -> {hint}:\n    'Looks.'", names)  # noqa: S102
+    assert Toolbox([names["look"]]).returns_pictures == wanted
+
+
+def test_methods_partials_and_async_tools_return_pictures() -> None:
+    class Eye:
+        def look(self, size: int) -> Image.Image | str:
+            """Looks.
+
+            Args:
+                size: Of it.
+            """
+            return ""
+
+        async def wait(self) -> Image.Image:
+            """Waits."""
+            return Image.new("RGB", (1, 1))
+
+    eye = Eye()
+    for tool in (eye.look, eye.wait, functools.partial(eye.look, 3)):
+        box = Toolbox([tool], in_order=True)
+        assert box.returns_pictures
+        assert Toolbox().joined(box).returns_pictures
+    assert not Toolbox([Counter().count]).returns_pictures
+    assert not Toolbox().returns_pictures
+
+
+@pytest.mark.parametrize("given", [add, "add", {"add": add}, {add}, 3, None, iter([add])], ids=str)
+def test_tools_are_a_list(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"^tools is .*; give a list of functions, such as \["):
+        Toolbox(given)
 
 
 def undocumented(a: int) -> int:

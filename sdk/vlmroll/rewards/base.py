@@ -93,10 +93,12 @@ class RewardSuite:
             if environments is not None:
                 if "environments" in given:
                     raise ValueError("the column 'environments' has the name of an argument of ours; rename the column")
-                own = isinstance(function, EnvironmentReward)
-                given["environments"] = list(environments) if own else [its.instance for its in environments]
+                given["environments"] = [its.instance for its in environments]
             with metrics.timed(name), named(name):
-                results[name] = function(**accepted(name, function, given))
+                if isinstance(function, EnvironmentReward):
+                    results[name] = function(environments or (), [rollout.row_id for rollout in rollouts])
+                else:
+                    results[name] = function(**accepted(name, function, given))
             if inspect.isawaitable(results[name]):
                 waiting[name] = results[name]
         if waiting:

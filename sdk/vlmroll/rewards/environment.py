@@ -17,13 +17,18 @@ class EnvironmentReward:
         self.__name__ = name
         self._seconds = seconds
 
-    def __call__(self, environments: Sequence[Environment]) -> list[float | None]:
+    def __call__(self, environments: Sequence[Environment], row_ids: Sequence[int]) -> list[float | None]:
         """A reward for each rollout.
+
+        Args:
+            environments: where each of them took place.
+            row_ids: of their rows, for error messages.
 
         Raises:
             ValueError: an environment gave something else than a finite number or None.
             TimeoutError: one did not answer in time.
         """
         own = [i for i, environment in enumerate(environments) if environment.name == self.__name__]
-        found = dict(zip(own, get_rewards([environments[i] for i in own], seconds=self._seconds), strict=True))
+        places, where = [environments[i] for i in own], [f"row {row_ids[i]}" for i in own]
+        found = dict(zip(own, get_rewards(places, seconds=self._seconds, where=where), strict=True))
         return [found.get(i) for i in range(len(environments))]

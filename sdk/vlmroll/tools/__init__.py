@@ -23,7 +23,7 @@ from vlmroll.tools.pool import EnvironmentPool
 from vlmroll.tools.results import content_of
 from vlmroll.tools.running import run_calls
 from vlmroll.tools.toolbox import Tool, Toolbox
-from vlmroll.tools.types import Part, Reply, ToolCall, ToolResult
+from vlmroll.tools.types import Part, Reply, ToolCall, ToolResult, defused
 
 __all__ = [
     "FORMATS",
@@ -37,6 +37,7 @@ __all__ = [
     "ToolResult",
     "Toolbox",
     "content_of",
+    "defused",
     "get_rewards",
     "reset_all",
     "run_calls",

@@ -110,7 +110,6 @@ class Scanned:
         content: spans of the text, in order: all but thoughts and calls that were understood.
         thoughts: spans inside of thinking tags.
         calls: in the order of the text.
-        plain: there are neither thoughts nor calls.
     """
 
     content: list[tuple[int, int]]
@@ -119,7 +118,7 @@ class Scanned:
 
     @property
     def plain(self) -> bool:
-        """Whether the turn is its content."""
+        """Whether there are neither thoughts nor calls."""
         return not self.thoughts and not self.calls
 
 
@@ -140,9 +139,7 @@ def scan(text: str, form: Format, *, thinking: bool, schemas: Sequence[Mapping[s
     """
     scanned = Scanned([], [], [])
     at = 0
-    first = _THOUGHT.search(text)
-    unopened = first is not None and _THINK.search(text, 0, first.start()) is None
-    if thinking or unopened:  # or the opening tag stands in the prompt, and nobody gave us the prompt
+    if thinking or _unopened(text, form):
         at = _think(text, 0, scanned)
     openings = re.compile(f"{_THINK.pattern}|{form.opening}")
     place = at
@@ -164,6 +161,19 @@ def scan(text: str, form: Format, *, thinking: bool, schemas: Sequence[Mapping[s
         at = place = read.end
     scanned.content.append((at, len(text)))
     return scanned
+
+
+def _unopened(text: str, form: Format) -> bool:
+    """Whether a thought ends that was opened in a prompt which nobody gave us.
+
+    A closing tag behind the opening of a call says nothing: it may stand in an argument.
+    """
+    close = _THOUGHT.search(text)
+    if close is None or _THINK.search(text, 0, close.start()) is not None:
+        return False
+    begin = len(text) - len(text.lstrip())
+    openings = re.compile(form.opening).finditer(text, 0, close.start())
+    return all(form.read(text, o.start(), o.end(), o.start() <= begin) is None for o in openings)
 
 
 def _think(text: str, start: int, scanned: Scanned) -> int:

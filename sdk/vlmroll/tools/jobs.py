@@ -62,14 +62,14 @@ class Job:
         is_async: its call belongs on the event loop.
         convert: applied to what it returns, within the time limit, in a thread.
         refused: asked when its turn has come; words say why it is not to run, and make its error, a `NotRun`.
-        on_timeout: told when its time is up.
+        on_left: told when it is left behind and may still be running: its time is up, or the user interrupts.
     """
 
     function: Callable[[], Any]
     is_async: bool = False
     convert: Callable[[Any], Any] | None = None
     refused: Callable[[], str] = _always
-    on_timeout: Callable[[], None] = _nothing
+    on_left: Callable[[], None] = _nothing
     outcome: Outcome = field(default_factory=Outcome)
 
 
@@ -84,7 +84,11 @@ class _Loop:
         self.loop = asyncio.new_event_loop()
         self.process = os.getpid()
         self.thread = threading.Thread(target=self.loop.run_forever, name="vlmroll-tools", daemon=True)
-        self.thread.start()
+        try:
+            self.thread.start()
+        except RuntimeError:
+            self.loop.close()
+            raise
 
     def answers(self) -> bool:
         """Whether it still turns; something that blocks inside a coroutine stops it."""
@@ -119,7 +123,7 @@ def run_jobs(chains: Sequence[Sequence[Job]], seconds: float | None) -> None:
         chains: of jobs.
         seconds: for each job, from when it really starts; None for no limit.
     """
-    _Run(chains, seconds).finish()
+    _Run(seconds).finish(chains)
 
 
 @dataclass(eq=False, slots=True)
@@ -154,18 +158,18 @@ class _Step:
 class _Run:
     """All jobs of one call of `run_jobs`."""
 
-    def __init__(self, chains: Sequence[Sequence[Job]], seconds: float | None) -> None:
+    def __init__(self, seconds: float | None) -> None:
         self._seconds = seconds
         self._ready: deque[tuple[_Step, Callable[[], Any]]] = deque()
         self._threads = 0
         self._active: dict[_Step, None] = {}
         self._reports: queue.SimpleQueue[tuple[_Step, int, Outcome | None]] = queue.SimpleQueue()
-        for chain in chains:
-            self._next(deque(chain))
 
-    def finish(self) -> None:
+    def finish(self, chains: Sequence[Sequence[Job]]) -> None:
         """Until every job has an outcome."""
         try:
+            for chain in chains:
+                self._next(deque(chain))
             while self._active:
                 while self._ready and self._threads < MAX_THREADS:
                     self._start_thread(*self._ready.popleft())
@@ -174,6 +178,8 @@ class _Run:
             for step in self._active:  # only after an interrupt
                 if step.future is not None:
                     step.future.cancel()
+                if step.future is not None or step.in_thread:
+                    step.job.on_left()
 
     def _next(self, chain: deque[Job]) -> None:
         """Start the first job of a chain that may run."""
@@ -224,7 +230,11 @@ class _Run:
                 outcome.value = await function()
             report((step, turn, outcome))  # from here, since the loop may be blocked before it tells the future
 
-        step.loop = _loop()
+        try:
+            step.loop = _loop()
+        except RuntimeError as error:  # no room for the thread of a loop
+            report((step, turn, Outcome(error=error)))
+            return
         step.future = asyncio.run_coroutine_threadsafe(work(), step.loop.loop)
 
     def _set_deadline(self, step: _Step) -> None:
@@ -244,7 +254,7 @@ class _Run:
         now = time.monotonic()
         for step in [step for step in self._active if step.deadline is not None and step.deadline <= now]:
             step.job.outcome.timed_out = True
-            step.job.on_timeout()
+            step.job.on_left()
             self._abandon(step)
             self._done(step)
 

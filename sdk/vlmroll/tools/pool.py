@@ -3,11 +3,14 @@
 import difflib
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from vlmroll.tools.environments import Environment, raise_for
-from vlmroll.tools.jobs import Job, Outcome, run_jobs
+from vlmroll.tools.jobs import Job, NotRun, Outcome, run_jobs
 from vlmroll.tools.running import words_of
 from vlmroll.tools.toolbox import Toolbox
 
@@ -25,7 +28,7 @@ class EnvironmentPool:
     Args:
         factory: makes an instance when it is called without arguments; or several by name, among which the rows choose
             by their column `environment`.
-        tools: functions that every rollout may call as well.
+        tools: a list of functions that every rollout may call as well.
 
     Attributes:
         kinds: the names; of a lone factory the name of its class.
@@ -34,7 +37,7 @@ class EnvironmentPool:
         ValueError: a factory or what it makes is no environment, or a method of it is no tool.
     """
 
-    def __init__(self, factory: Any, *, tools: Sequence[Callable[..., Any]] = ()) -> None:
+    def __init__(self, factory: Any, *, tools: Any = ()) -> None:
         self._shared = Toolbox(tools)
         self._several = isinstance(factory, Mapping)
         self._made: list[tuple[str, object]] = []
@@ -45,8 +48,11 @@ class EnvironmentPool:
         if self._several and not factory:
             raise ValueError("environment_factory is empty; give at least one environment")
         given: Mapping[Any, Any] = factory if self._several else {None: factory}
-        for name, make in given.items():
-            self._probe(name, make)
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            for name, make in given.items():
+                self._probe(name, make)
+            undo.pop_all()
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -92,17 +98,27 @@ class EnvironmentPool:
             self._idle[environment.kind].append(environment)
 
     def close(self) -> None:
-        """Close every instance that was made and has a `close`; what goes wrong is a warning."""
-        closing = [(kind, getattr(instance, "close", None)) for kind, instance in self._made]
+        """Close every instance that was made and has a `close`, each once; what goes wrong is a warning.
+
+        It may be called again, and by a finalizer when the interpreter ends. There may be no threads any more then: so
+        sync ones are called directly and without a time limit, and an async one is left with a warning.
+        """
+        made, self._made = self._made, []
+        for idle in self._idle.values():
+            idle.clear()
+        closing: list[tuple[str, Any]] = [(kind, getattr(instance, "close", None)) for kind, instance in made]
         jobs = [
             (kind, Job(function=close, is_async=inspect.iscoroutinefunction(close)))
             for kind, close in closing
             if callable(close)
         ]
-        self._made.clear()
-        for idle in self._idle.values():
-            idle.clear()
-        run_jobs([[job] for _, job in jobs], _CLOSE_SECONDS)
+        if not jobs:
+            return
+        if _threads_start():
+            run_jobs([[job] for _, job in jobs], _CLOSE_SECONDS)
+        else:
+            for _, job in jobs:
+                _run_here(job)
         for kind, job in jobs:
             if job.outcome.timed_out:
                 logger.warning("environment %r: close() did not finish within %g seconds", kind, _CLOSE_SECONDS)
@@ -117,6 +133,7 @@ class EnvironmentPool:
             )
         instance = _called(make, where)
         kind = type(instance).__name__ if name is None else name
+        self._made.append((kind, instance))
         if not callable(getattr(instance, "reset", None)):
             raise ValueError(
                 f"{where} makes a {type(instance).__name__}, which has no method reset; add reset(self, **row)"
@@ -125,7 +142,6 @@ class EnvironmentPool:
         own = Toolbox([getattr(instance, n) for n in public if n not in _OWN], in_order=True)
         self._factories[kind], self._classes[kind] = make, type(instance)
         self._toolboxes[kind] = self._shared.joined(own)
-        self._made.append((kind, instance))
         self._idle[kind] = [Environment(kind, instance, self._toolboxes[kind].bound_to(instance))]
 
     def _make(self, kind: str) -> Environment:
@@ -135,6 +151,24 @@ class EnvironmentPool:
             made, first = type(instance).__name__, self._classes[kind].__name__
             raise ValueError(f"environment {kind!r}: its factory made a {first} first and then a {made}")
         return Environment(kind, instance, self._toolboxes[kind].bound_to(instance))
+
+
+def _threads_start() -> bool:
+    """Whether a thread can be started: not when the interpreter ends, where starting one raises or never returns."""
+    if sys.is_finalizing():
+        return False
+    try:
+        threading.Thread(target=bool, daemon=True).start()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _run_here(job: Job) -> None:
+    with job.outcome:
+        if job.is_async:
+            raise NotRun("it is async, and the interpreter ends")
+        job.function()
 
 
 def _called(make: Callable[[], object], where: str) -> object:

@@ -6,6 +6,7 @@ import decimal
 import enum
 import json
 import pathlib
+import threading
 import uuid
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, cast
@@ -16,10 +17,13 @@ from PIL import Image
 from vlmroll.tools.types import MAX_DEPTH, Part, clean
 from vlmroll_processors.images import RESIZE_KEYS, read_picture
 
-MAX_CHARACTERS = 1_000_000
-"""Of a text; more fits no budget of tokens and would take minutes to tokenise."""
+MAX_CHARACTERS = 200_000
+"""Of all texts of a result: some 50,000 tokens. More would be tokenised for seconds, to be dropped as too long."""
 
 RETURN = "return text, numbers, lists, dicts or pictures"
+# Several calls may return the same picture, and Pillow decodes a file at first use, which two threads cannot do at a
+# time. By the identity of the picture; there are so many that two pictures seldom share one.
+_READING = tuple(threading.Lock() for _ in range(61))
 _TEXTS = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, pathlib.PurePath, uuid.UUID)
 
 
@@ -32,7 +36,8 @@ def content_of(value: Any) -> tuple[Part, ...]:
     order. A picture anywhere else leaves its name in the JSON, `"picture 1"`, and follows it.
 
     Raises:
-        ValueError: it is nothing that can be told, or a picture cannot be read; the message says what to return.
+        ValueError: it is nothing that can be told, a picture cannot be read, or there are more than `MAX_CHARACTERS` of
+            text; the message says what to return.
 
     Example:
         >>> content_of({"found": True})
@@ -43,6 +48,9 @@ def content_of(value: Any) -> tuple[Part, ...]:
         writer.mixed(cast("Sequence[Any]", value))
     else:
         writer.item(value)
+    length = sum(len(part["text"]) for part in writer.parts if part["type"] == "text")
+    if length > MAX_CHARACTERS:
+        raise ValueError(f"the result has {length} characters, and at most {MAX_CHARACTERS} are shown; return less")
     return tuple(writer.parts)
 
 
@@ -103,7 +111,8 @@ class _Writer:
     def _picture(self, value: Any, keys: Mapping[str, int] | None = None) -> Part:
         self._num_pictures += 1
         source = np.asarray(value.cpu()) if hasattr(value, "cpu") else value
-        _, image = read_picture(source, where=f"picture {self._num_pictures} of the result")
+        with _READING[id(value) % len(_READING)]:
+            _, image = read_picture(source, where=f"picture {self._num_pictures} of the result")
         return {"type": "image", "image": image, **(keys or {})}
 
     def _plain(self, value: Any, pictures: list[Part]) -> Any:
@@ -152,8 +161,6 @@ def _key(key: Any) -> Any:
 def _text_part(text: str) -> Part:
     if clean(text) != text:
         raise ValueError("the result holds text that is not valid Unicode; decode bytes before you return them")
-    if len(text) > MAX_CHARACTERS:
-        raise ValueError(f"the result has {len(text)} characters, which fits no conversation; return less")
     return {"type": "text", "text": text}
 
 

@@ -59,15 +59,12 @@ def _planned(toolbox: Toolbox, call: ToolCall, seconds: float | None) -> Job | T
     if not tool.in_order:
         return Job(function=function, is_async=tool.is_async, convert=content_of)
 
-    def stick() -> None:
-        toolbox.stuck = True
-
     return Job(
         function=function,
         is_async=tool.is_async,
         convert=content_of,
         refused=partial(_refusal, toolbox, tool),
-        on_timeout=stick,
+        on_left=toolbox.stick,
     )
 
 

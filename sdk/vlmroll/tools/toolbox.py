@@ -7,7 +7,9 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
+
+from PIL import Image
 
 Function = Callable[..., Any]
 
@@ -18,6 +20,10 @@ _FORM = """write it in this form:
         Args:
             count: What the argument is.
         \"\"\""""
+
+
+_UNRESOLVED = (NameError, AttributeError, TypeError, SyntaxError)
+_PICTURES = ("Image", "Image.Image", "PIL.Image.Image")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +47,15 @@ class Tool:
         """Whether a call gives a coroutine."""
         return inspect.iscoroutinefunction(_inner(self.function))
 
+    @property
+    def returns_pictures(self) -> bool:
+        """Whether its return type names a PIL picture, as in `Image.Image`, `list[Image.Image]` or `Image | None`."""
+        returns: Any = inspect.signature(self.function).return_annotation
+        try:
+            return _names_picture(_resolved(self.function, {"return": returns})["return"])
+        except _UNRESOLVED:  # such as what is only imported for type checkers
+            return returns in _PICTURES
+
     def fault(self, arguments: Mapping[str, Any]) -> str:
         """Why the function cannot be called with these arguments, or nothing."""
         try:
@@ -55,17 +70,16 @@ class Toolbox:
     """The tools that one rollout may call, by name.
 
     Args:
-        functions: typed functions with docstrings, as transformers describes them; sync or async, methods of an
-            instance and `functools.partial` objects, too.
+        functions: a list of typed functions with docstrings, as transformers describes them; sync or async, methods of
+            an instance and `functools.partial` objects, too.
         in_order: the calls of a turn run one after the other, since they share a state.
 
     Attributes:
         tools: by name.
-        stuck: a call of a tool with a state has passed its time limit and may still be running. No such tool is called
-            any more.
+        stuck: a call of a tool with a state was left behind and may still be running. No such tool is called any more.
 
     Raises:
-        ValueError: a function cannot be described, or two have one name.
+        ValueError: there is no list, a function cannot be described, or two have one name.
 
     Example:
         >>> def double(number: int) -> int:
@@ -79,10 +93,13 @@ class Toolbox:
         ('double',)
     """
 
-    def __init__(self, functions: Sequence[Any] = (), *, in_order: bool = False) -> None:
+    def __init__(self, functions: Any = (), *, in_order: bool = False) -> None:
         self.tools: dict[str, Tool] = {}
         self.stuck = False
-        for place, function in enumerate(functions):
+        if not isinstance(functions, Sequence) or isinstance(functions, str):
+            name = getattr(functions, "__name__", "function")
+            raise ValueError(f"tools is {functions!r:.100}; give a list of functions, such as [{name}]")
+        for place, function in enumerate(cast("Sequence[Any]", functions)):
             self._add(_tool(function, f"tools[{place}]", in_order=in_order))
 
     @property
@@ -91,9 +108,18 @@ class Toolbox:
         return tuple(self.tools)
 
     @property
+    def returns_pictures(self) -> bool:
+        """Whether the return type of a tool names a PIL picture."""
+        return any(tool.returns_pictures for tool in self.tools.values())
+
+    @property
     def schemas(self) -> list[dict[str, Any]]:
         """The description of every tool, for the chat template."""
         return [dict(tool.schema) for tool in self.tools.values()]
+
+    def stick(self) -> None:
+        """Say that a call of a tool with a state was left behind."""
+        self.stuck = True
 
     def joined(self, other: "Toolbox") -> "Toolbox":
         """A new toolbox with the tools of both.
@@ -174,17 +200,29 @@ def _described(function: Function, parameters: Sequence[inspect.Parameter], more
 
     inner = _inner(function)
     inner = getattr(inner, "__func__", inner)
-
     hints = {p.name: p.annotation for p in parameters} | dict(more)
     stand_in: Any = types.FunctionType((lambda: None).__code__, {}, inner.__name__)  # without what is bound
     stand_in.__doc__ = inspect.getdoc(inner)
     stand_in.__signature__ = inspect.Signature([p.replace(kind=p.KEYWORD_ONLY) for p in parameters])
     try:
-        # Types that are written as strings are looked up where the function was written.
-        known = getattr(inspect.unwrap(inner), "__globals__", {})
-        stand_in.__annotations__ = typing.get_type_hints(types.SimpleNamespace(__annotations__=hints), known)
+        stand_in.__annotations__ = _resolved(function, hints)
         return utils.get_json_schema(stand_in)
     except (utils.TypeHintParsingException, utils.DocstringParsingException, json.JSONDecodeError) as error:
         return " ".join(map(str, error.args))
-    except (NameError, AttributeError, TypeError, SyntaxError) as error:
+    except _UNRESOLVED as error:
         return f"its type cannot be read: {error}"
+
+
+def _resolved(function: Function, hints: Mapping[str, Any]) -> dict[str, Any]:
+    """The types, of which those that are written as strings are looked up where the function was written."""
+    inner = _inner(function)
+    known = getattr(inspect.unwrap(getattr(inner, "__func__", inner)), "__globals__", {})
+    return typing.get_type_hints(types.SimpleNamespace(__annotations__=dict(hints)), known)
+
+
+def _names_picture(hint: Any) -> bool:
+    if hint is Image:  # the module, written by mistake
+        return True
+    if isinstance(hint, type) and typing.get_origin(hint) is None:
+        return issubclass(hint, Image.Image)
+    return any(_names_picture(part) for part in typing.get_args(hint))

@@ -1,9 +1,12 @@
 """What travels between a model's turn and the tools that it calls."""
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any, cast
 
 Part = dict[str, Any]
@@ -12,6 +15,8 @@ Part = dict[str, Any]
 MAX_NAME = 100
 MAX_ERROR = 500
 """Characters of a message about what went wrong: enough to act on, and no way to fill a context."""
+MAX_BITS = 4096
+"""Of a whole number in a call; Python does not even write one of 4,300 digits."""
 MAX_DEPTH = 50
 """Nesting of a call's arguments; no tool needs more, and Python's own limit must stay far away."""
 
@@ -66,21 +71,13 @@ class ToolResult:
     timed_out: bool = False
 
     def defused(self, tokens: Iterable[str]) -> "ToolResult":
-        """The result with a blank inside of every one of these texts.
-
-        For the special tokens of a tokenizer: a model can write the text of one in plain tokens, and a tool or an
-        error repeat it, where it would then be tokenised as the real one.
+        """The result in which none of these texts stands; see the function `defused`.
 
         Example:
             >>> failure("no <|end|>").defused(["<|end|>"]).content[0]["text"]
             '{"error": "no < |end|>"}'
         """
-        found = re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)) or "(?!)")
-        parts = [dict(part) for part in self.content]
-        for part in parts:
-            if part["type"] == "text":
-                part["text"] = found.sub(lambda match: f"{match[0][:1]} {match[0][1:]}", part["text"])
-        return replace(self, content=tuple(parts))
+        return replace(self, content=defused(self.content, tokens))
 
     def message(self, call: ToolCall) -> dict[str, Any]:
         """The tool message that answers the call; its content is a plain string where it is one text.
@@ -91,6 +88,59 @@ class ToolResult:
         plain = len(self.content) == len(texts) == 1
         content: Any = texts[0] if plain else [dict(part) for part in self.content]
         return {"role": "tool", "name": _plain_name(call), "content": content}
+
+
+def defused(parts: Sequence[Part], tokens: Iterable[str], before: str = "") -> tuple[Part, ...]:
+    """Parts of a message with a blank inside of every one of these texts; neighbouring texts become one part.
+
+    For the special tokens of a tokenizer: a model can write the text of one in plain tokens, and a tool or an error
+    repeat it, perhaps in pieces, where it would then be tokenised as the real one. A token of one character stays.
+
+    Args:
+        before: text that will stand directly in front of the first part. It is not changed, but a token that begins in
+            it and ends in the parts is broken, too.
+
+    Example:
+        >>> pieces = [{"type": "text", "text": "|end"}, {"type": "text", "text": "|>"}]
+        >>> defused(pieces, ["<|end|>"], before="so <")
+        ({'type': 'text', 'text': ' |end|>'},)
+    """
+    joined: list[Part] = []
+    for part in parts:
+        if joined and part["type"] == joined[-1]["type"] == "text":
+            joined[-1]["text"] += part["text"]
+        else:
+            joined.append(dict(part))
+    found = _any_of(frozenset(tokens))
+    for place, part in enumerate(joined):
+        if part["type"] == "text":
+            part["text"] = _broken(part["text"], found, "" if place else before)
+    return tuple(joined)
+
+
+@lru_cache(maxsize=8)
+def _any_of(tokens: frozenset[str]) -> re.Pattern[str]:
+    """Finds the longest token at each place; without blanks around it, since only a blank inside breaks it."""
+    cores = {token.strip() for token in tokens}
+    ordered = sorted((core for core in cores if len(core) > 1), key=lambda core: (-len(core), core))
+    return re.compile("|".join(map(re.escape, ordered)) or "(?!)")
+
+
+def _broken(text: str, tokens: re.Pattern[str], before: str) -> str:
+    """The text with blanks in all tokens that end in it; they may overlap, and a blank may make a new one."""
+    border = len(before)
+    whole = before + text
+    while True:
+        places: set[int] = set()
+        at = 0
+        while (found := tokens.search(whole, at)) is not None:
+            at = found.start() + 1
+            if found.end() > border:
+                places.add(max(at, border))
+        if not places:
+            return whole[border:]
+        cuts = [0, *sorted(places), len(whole)]
+        whole = " ".join(whole[a:b] for a, b in pairwise(cuts))
 
 
 def reply_of(content: str, thoughts: str, calls: Sequence[ToolCall]) -> Reply:
@@ -138,7 +188,7 @@ def checked_call(name: object, arguments: object) -> ToolCall:
         words = f"the arguments are {_kind(arguments)}; give an object with the arguments by name"
         return ToolCall(name, error=words)
     found = cast("Mapping[str, Any]", arguments)
-    if fault := _fault(found, 0):
+    if fault := fault_of(found):
         return ToolCall(name, error=f"the arguments {fault}")
     return ToolCall(name, dict(found))
 
@@ -148,12 +198,16 @@ def _kind(value: object) -> str:
     return kinds.get(type(value).__name__, "a number")
 
 
-def _fault(value: object, depth: int) -> str:
-    """What keeps a value from being rendered into a conversation, or nothing."""
+def fault_of(value: object, depth: int = 0) -> str:
+    """What keeps the value of an argument from being rendered into a conversation and saved as JSON, or nothing."""
     if depth > MAX_DEPTH:
         return f"are nested deeper than {MAX_DEPTH} levels"
     if isinstance(value, str):
         return "hold text that is not valid Unicode" if clean(value) != value else ""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "hold NaN or Infinity, or a number too large; give finite numbers"
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        return "hold a whole number of more than a thousand digits; give a smaller one"
     if isinstance(value, Mapping):
         items = cast("Mapping[object, object]", value).items()
         if not all(isinstance(key, str) for key, _ in items):
@@ -163,4 +217,4 @@ def _fault(value: object, depth: int) -> str:
         inner = cast("list[object]", value)
     else:
         return ""
-    return next((fault for item in inner if (fault := _fault(item, depth + 1))), "")
+    return next((fault for item in inner if (fault := fault_of(item, depth + 1))), "")

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from vlmroll.tools.types import ToolCall
+from vlmroll.tools.types import ToolCall, checked_call, fault_of
 
 
 def cast_call(call: ToolCall, schemas: Sequence[Mapping[str, Any]]) -> ToolCall:
@@ -23,7 +23,7 @@ def cast_call(call: ToolCall, schemas: Sequence[Mapping[str, Any]]) -> ToolCall:
             arguments[name] = cast_value(text, properties[name]) if name in properties else text
         except ValueError as error:
             return ToolCall(call.name, error=f"argument {name!r} {error}")
-    return ToolCall(call.name, arguments)
+    return checked_call(call.name, arguments)
 
 
 def cast_value(text: str, schema: Mapping[str, Any]) -> Any:
@@ -39,9 +39,10 @@ def cast_value(text: str, schema: Mapping[str, Any]) -> Any:
     types = _types(schema)
     if not types:
         try:
-            return _json(text)
+            value = _json(text)
         except ValueError:
             return text
+        return text if fault_of(value) else value  # such as NaN, which JSON does not have
     for kind in types:
         reader = _READERS.get(kind)
         if reader is None:
