@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from vlmroll import data
@@ -94,21 +95,8 @@ class Opener:
             PromptTooLong: the same.
         """
         places, before = [i for i, count in enumerate(counts) for _ in range(count)], len(self._taken)
-        observed: list[tuple[Part, ...]] = [()] * len(places)
-        environments: list[Environment | None] = [None] * len(places)
-        if self._pool is not None:
-            taken = [self._take(self._pool, rows[i], row_ids[i]) for i in places]
-            environments = list(taken)
-            observed = reset_all(
-                taken,
-                [rows[i] for i in places],
-                seconds=self._seconds,
-                where=[f"row {row_ids[i]}" for i in places],
-            )
-            observed = [
-                defused(seen, self._special, before=last_text(rows[i].get("prompt")))
-                for i, seen in zip(places, observed, strict=True)
-            ]
+        chosen, ids = [rows[i] for i in places], [row_ids[i] for i in places]
+        environments, observed = self._reset(chosen, ids)
         distinct: list[tuple[int, tuple[Part, ...]]] = []  # each is encoded once, and siblings mostly see the same
         for seen in zip(places, observed, strict=True):
             if seen not in distinct[-1:] and seen not in distinct:
@@ -119,18 +107,28 @@ class Opener:
         except PromptTooLong:
             self._release(before)  # other rows will take the places of these
             raise
-        prompts = [encoded[distinct.index(seen)] for seen in zip(places, observed, strict=True)]
-        starts = [
+        starts = iter(
             Start(
-                prompt=prompt,
+                prompt=encoded[distinct.index((i, observation))],
                 environment=environment,
                 observation=observation,
                 options=template_kwargs_of(rows[i], where=f"row {row_ids[i]}"),
             )
-            for i, prompt, environment, observation in zip(places, prompts, environments, observed, strict=True)
-        ]
-        ends = [sum(counts[: i + 1]) for i in range(len(counts))]
-        return [tuple(starts[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+            for i, environment, observation in zip(places, environments, observed, strict=True)
+        )
+        return [tuple(islice(starts, count)) for count in counts]
+
+    def _reset(
+        self, rows: Sequence[Row], row_ids: Sequence[int]
+    ) -> tuple[Sequence[Environment | None], Sequence[tuple[Part, ...]]]:
+        """For each rollout its environment, and what that said."""
+        if self._pool is None:
+            return [None] * len(rows), [()] * len(rows)
+        where = [f"row {row_id}" for row_id in row_ids]
+        taken = [self._take(self._pool, row, its) for row, its in zip(rows, where, strict=True)]
+        said = reset_all(taken, rows, seconds=self._seconds, where=where)
+        texts = [last_text(row.get("prompt")) for row in rows]
+        return taken, [defused(its, self._special, text) for its, text in zip(said, texts, strict=True)]
 
     def asked(self, row: Row, row_id: int, observation: Sequence[Part] = ()) -> Row:
         """The row as it is encoded: with the tools, and with what its environment added."""
@@ -157,8 +155,8 @@ class Opener:
         """The tools of a rollout."""
         return self._toolbox if start.environment is None else start.environment.toolbox
 
-    def _take(self, pool: EnvironmentPool, row: Row, row_id: int) -> Environment:
-        self._taken.append(pool.take(pool.kind_of(row, where=f"row {row_id}")))
+    def _take(self, pool: EnvironmentPool, row: Row, where: str) -> Environment:
+        self._taken.append(pool.take(pool.kind_of(row, where=where)))
         return self._taken[-1]
 
     def release(self) -> None:
