@@ -151,6 +151,8 @@ def reward_suite(functions: Sequence[Any], args: PolicyConfig, pool: Environment
     """
     names, weights = () if pool is None else pool.reward_names, args.reward_weights
     of_environments = [EnvironmentReward(name, args.tool_timeout) for name in names]
+    if not functions and pool is not None and not names:
+        raise ValueError("nothing gives a reward; give reward_funcs, or write get_reward(self) into the environment")
     if weights is not None and of_environments:
         RewardSuite(functions, weights)  # the weights are of these alone
         weights = [*weights, *(1.0 for _ in of_environments)]

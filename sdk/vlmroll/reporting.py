@@ -62,7 +62,15 @@ def report_tools(metrics: Metrics, rollouts: Sequence[Rollout]) -> None:
     if calls:
         metrics.add_mean("tools/failure_frequency", sum(its.num_failed for its in turns) / calls, calls)
         metrics.add_mean("tools/timeout_frequency", sum(its.num_timed_out for its in turns) / calls, calls)
-    metrics.add("sum", "tools/num_rolled_back", float(sum(its.num_rolled_back for its in turns)))
+    dropped = sum(its.num_rolled_back for its in turns)
+    metrics.add("sum", "tools/num_rolled_back", float(dropped))
+    if dropped > calls / 2 and metrics.first_time("rolled back"):
+        logger.warning(
+            "the results of %d of %d tool calls did not fit into max_completion_length, which ended their completions; "
+            "raise it, or lower max_pixels where tools return pictures",
+            dropped,
+            calls,
+        )
     added = [len(prompt.images) for rollout in rollouts for prompt in rollout.shown[1:]]
     metrics.add_mean("tools/mean_images", sum(added) / len(turns), len(turns))
     tokens = sum(len(its.sampled) for its in turns)

@@ -516,3 +516,66 @@ def test_sizes_of_pictures_from_tools_outlive_a_stop(tmp_path: Path) -> None:
         return [float(len(str(completion[-1]["content"]))) for completion in completions]
 
     check_resume("grpo", tmp_path, [1], fresh=options, data=data, reward=reward, **TOOLS)
+
+
+def test_calls_whose_results_never_fit_are_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make_trainer(
+        "grpo",
+        tmp_path,
+        tools=[add],
+        processing_class=processor(),
+        generator=scripted(call("add", a=1, b=2), f"x{END}", call("add", a=1, b=1)),
+        max_completion_length=len(ids_of(call("add", a=1, b=2))) + 3,
+    )
+    trainer.train()
+    told = [record for record in caplog.records if "did not fit into max_completion_length" in record.message]
+    assert len(told) == 1
+
+
+class Silent:
+    """An environment without a reward."""
+
+    def reset(self, **row: Any) -> None:
+        """Nothing to prepare."""
+
+
+class Helped(Silent):
+    """An environment with a method that is no tool."""
+
+    def helper(self, x: Any) -> Any:
+        return x
+
+
+def picky(completions: Any, environments: Any) -> list[float]:
+    return [0.0 for _ in completions]
+
+
+def compare(picture: Image.Image) -> str:
+    """Compares a picture.
+
+    Args:
+        picture: which one.
+    """
+    return "same"
+
+
+UNHELPFUL: dict[str, tuple[dict[str, Any], str]] = {
+    "no reward": ({"environment_factory": Silent, "reward": None}, "write get_reward"),
+    "a helper": ({"environment_factory": Helped}, "every public method of Helped is a tool; start the name"),
+    "a function alone": ({"tools": add}, "give a list"),
+    "a picture to write": ({"tools": [compare]}, "argument 'picture' is a picture, which no model can write"),
+}
+
+
+@pytest.mark.parametrize("name", UNHELPFUL)
+def test_messages_say_what_to_do(name: str, tmp_path: Path) -> None:
+    options, words = UNHELPFUL[name]
+    with pytest.raises(ValueError, match=words):
+        make_trainer("grpo", tmp_path, processing_class=processor(), **options)
+
+
+def test_more_messages_that_say_what_to_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ValueError, match="there with an environment_factory alone"):
+        make_trainer("grpo", tmp_path, reward=picky, data=rows(4)).train()
+    make_trainer("grpo", tmp_path, tools=[add], processing_class=processor(), tool_call_format="python_calls", **TOOLS)
+    assert "the chat template shows calls in the format 'json_tagged'" in caplog.text

@@ -108,8 +108,9 @@ def accepted(name: str, function: Callable[..., Any], given: Mapping[str, Any]) 
         raise ValueError(f"reward function {name!r} takes *args, but is called by names; name its arguments")
     named = [p for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
     if missing := [p.name for p in named if p.default is inspect.Parameter.empty and p.name not in given]:
+        hint = "it is there with an environment_factory alone, and " if missing[0] == "environments" else ""
         raise ValueError(
-            f"reward function {name!r} asks for {missing[0]!r}, which is no column of the rows; there are "
+            f"reward function {name!r} asks for {missing[0]!r}, which is no column of the rows; {hint}there are "
             f"{', '.join(sorted(given))}"
         )
     arguments = {parameter.name: given[parameter.name] for parameter in named if parameter.name in given}

@@ -1,5 +1,6 @@
 """Reading tool calls out of the ids that a model has sampled."""
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
@@ -9,6 +10,7 @@ from vlmroll.tools.formats import FORMATS, THINKING_TOKENS, opens_thinking, reco
 from vlmroll.tools.templates import parse_with_template
 from vlmroll.tools.types import Reply, ToolCall, reply_of
 
+logger = logging.getLogger(__name__)
 _PREFIX = 512  # ids; what a template writes at the opening of a turn is short
 
 
@@ -30,7 +32,10 @@ class ResponseParser:
         if format is not None and format not in FORMATS:
             raise ValueError(f"tool_call_format={format!r} is no known format; choose from {', '.join(FORMATS)}")
         templates = chat_template if chat_template is not None else getattr(tokenizer, "chat_template", None)
-        self.format = format or recognised(_texts(templates))
+        shown = recognised(_texts(templates))
+        if format is not None and shown not in (None, format):
+            logger.warning("tool_call_format=%r, but the chat template shows calls in the format %r", format, shown)
+        self.format = format or shown
         if self.format is None and self._template is None:
             raise ValueError(
                 "how this model writes tool calls cannot be told: its tokenizer has no response_template, and its chat "

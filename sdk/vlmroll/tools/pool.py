@@ -139,7 +139,13 @@ class EnvironmentPool:
                 f"{where} makes a {type(instance).__name__}, which has no method reset; add reset(self, **row)"
             )
         public = [n for n, _ in inspect.getmembers(type(instance), inspect.isfunction) if not n.startswith("_")]
-        own = Toolbox([getattr(instance, n) for n in public if n not in _OWN], in_order=True)
+        try:
+            own = Toolbox([getattr(instance, n) for n in public if n not in _OWN], in_order=True)
+        except ValueError as error:
+            raise ValueError(
+                f"{where}: every public method of {type(instance).__name__} is a tool; start the name of one that is "
+                f"none with an underscore: {error}"
+            ) from error
         self._factories[kind], self._classes[kind] = make, type(instance)
         self._toolboxes[kind] = self._shared.joined(own)
         self._idle[kind] = [Environment(kind, instance, self._toolboxes[kind].bound_to(instance))]

@@ -186,6 +186,11 @@ def _schema(function: Function, name: str) -> dict[str, Any]:
     schema = None if returns is inspect.Signature.empty else _described(function, parameters, {"return": returns})
     schema = _described(function, parameters, {}) if not isinstance(schema, dict) else schema
     if isinstance(schema, dict):
+        found: dict[str, Any] = schema["function"]["parameters"]["properties"]
+        if pictures := [argument for argument, described in found.items() if '"image"' in json.dumps(described)]:
+            raise ValueError(
+                f"tool {name!r}: argument {pictures[0]!r} is a picture, which no model can write; take what names it"
+            )
         return schema
     # Which one it is: the first that fails alone.
     faults = ((p.name, _described(function, [p], {})) for p in parameters)
