@@ -111,7 +111,16 @@ class OwnRollouts:
         turns = Turns(sampled=mask, continuation=Continuation(start=prompt, prompt=prompt), extra=extra)
         return Completion(
             completion_ids=ids,
-            logprobs=tuple(float(value) for value in values["logprobs"]),
+            logprobs=tuple(map(_number, values["logprobs"])),
             finish_reason="stop" if ids and ids[-1] in self._stop_ids else "length",
             turns=turns,
         )
+
+
+def _number(value: Any) -> float:
+    """A log-probability; TRL's engines give that of the sampled id alone in a list."""
+    if isinstance(value, Sequence) and len(cast("Sequence[Any]", value)) == 1:
+        value = value[0]
+    if not isinstance(value, int | float):
+        raise ValueError(f"logprobs hold {value!r:.60}; give one number for each id, that of the sampled one")
+    return float(value)

@@ -230,7 +230,7 @@ def test_a_rollout_func_may_return_lists(tmp_path: Path) -> None:
         return {
             "prompt_ids": [prompt for prompt in ids for _ in range(count)],
             "completion_ids": [[40 + i, 41, 42, 43] for i in range(len(ids) * count)],
-            "logprobs": [[-1.0] * 4] * (len(ids) * count),
+            "logprobs": [[[-1.0]] * 4] * (len(ids) * count),
             "env_mask": [[1, 0, 0, 1]] * (len(ids) * count),
             "steps": list(range(len(ids) * count)),
         }
@@ -452,6 +452,7 @@ def test_a_rollout_func_brings_no_picture_by_its_id_alone(tmp_path: Path) -> Non
         ({"completions": ["x"] * 8}, "'completions' have the name of an argument"),
         ({"n": [1] * 8}, "'n' have the name of an argument"),
         ({"completion_ids": [[]] * 8, "logprobs": [[]] * 8}, "row 0: rollout_func: a completion needs"),
+        ({"logprobs": [[[-1.0, -2.0]]] * 8}, "row 0: rollout_func: logprobs hold"),
         ({"env_mask": [[0]] * 8}, "row 0: rollout_func: a completion of several turns needs"),
     ],
 )
