@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
@@ -17,8 +18,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vlmroll.tools import Toolbox, ToolCall, ToolResult, jobs, run_calls
-from vlmroll.tools.jobs import MAX_THREADS, Job, run_jobs
+from vlmroll.tools import Toolbox, ToolCall, ToolResult, jobs, run_calls, threads
+from vlmroll.tools.jobs import Job, run_jobs
+from vlmroll.tools.threads import MAX_THREADS
 
 LIMIT = 0.5  # seconds, where one is passed; others are far away
 released = threading.Event()
@@ -348,6 +350,7 @@ def test_a_process_without_room_for_threads(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(threading.Thread, "start", full)
     monkeypatch.setattr(jobs, "_current", None)  # the loop that others have started
+    monkeypatch.setattr(threads, "_idle", deque[Any](maxlen=0))
     for result in run(("add", {"a": 1}), ("rest", {"seconds": 0.01})):
         assert error_of(result) == "RuntimeError: can't start new thread"
 
@@ -570,3 +573,52 @@ def test_a_forked_process_makes_its_own_loop() -> None:
     )
     out, _ = process.communicate(timeout=60)
     assert (out, process.returncode) == ("3\n3\n", 0)
+
+
+def test_threads_are_used_again_but_those_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_idle", deque[Any]())
+    box = Toolbox([where, hang])
+    first = told(run(("where", {}), toolbox=box)[0])
+    assert first.endswith("True"), "a thread that Python does not wait for"
+    idle_soon()
+    assert told(run(("where", {}), toolbox=box)[0]) == first
+    idle_soon()
+    assert run(("hang", {}), toolbox=box, seconds=0.1)[0].timed_out
+    assert not threads._idle  # pyright: ignore[reportPrivateUsage]
+    assert told(run(("where", {}), toolbox=box)[0]) != first
+
+
+def where() -> str:
+    """Says in which thread it runs."""
+    return f"{threading.get_ident()} {threading.current_thread().daemon}"
+
+
+def idle_soon() -> None:
+    """Waits until a thread is idle, which it is a moment after its answer."""
+    deadline = time.monotonic() + 5
+    while not threads._idle and time.monotonic() < deadline:  # pyright: ignore[reportPrivateUsage]
+        time.sleep(0.001)
+
+
+FORKED = """
+import os
+from vlmroll.tools import Toolbox, ToolCall, run_calls
+
+def one() -> int:
+    'Says one.'
+    return 1
+
+def answer():
+    return run_calls([(Toolbox([one]), [ToolCall("one", {})])], seconds=5)[0][0].content[0]["text"]
+
+assert answer() == "1"
+child = os.fork()
+if child == 0:
+    os._exit(0 if answer() == "1" else 1)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr

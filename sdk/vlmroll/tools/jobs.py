@@ -1,8 +1,8 @@
 """Running other people's functions: many at once, each with a time limit, and none able to stop the run.
 
-A sync function runs in a daemon thread of its own, an async one on an event loop in a daemon thread. What hangs is left
-behind: nothing waits for it, not even the interpreter when it exits. All bookkeeping is done by the thread that waits,
-so that an interrupt by the user goes through at once.
+A sync function runs in a daemon thread, an async one on an event loop in a daemon thread. What hangs is left behind:
+nothing waits for it, not even the interpreter when it exits. All bookkeeping is done by the thread that waits, so that
+an interrupt by the user goes through at once.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-MAX_THREADS = 64
-"""Sync functions that run at the same time; those left behind do not count."""
+from vlmroll.tools.threads import MAX_THREADS, run_in_thread
+
 _ANSWER = 1.0  # seconds that an event loop has to show that it is alive
 
 
@@ -213,7 +213,7 @@ class _Run:
             report((step, turn, outcome))
 
         try:
-            threading.Thread(target=work, name="vlmroll-tool", daemon=True).start()
+            run_in_thread(work)
         except RuntimeError as error:  # too many threads were left behind
             report((step, turn, Outcome(error=error)))
 
