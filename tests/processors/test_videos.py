@@ -23,6 +23,7 @@ from PIL import Image
 from qwen_vl_utils import vision_process as qwen
 from torchvision.transforms import InterpolationMode, functional
 
+from naming import steady
 from tiny_models import QWEN_FAMILIES, VISION_FAMILIES, picture, tiny, tokenizer, user
 from training_runs import ALGORITHMS, GradientRecorder, make_trainer, relative_difference
 from vlmroll import TransformersGenerator
@@ -871,7 +872,7 @@ MIXED = [Image.new("RGB", (32, 32)), Image.new("RGB", (48, 32))]
         ({"video": noise(2), "max_pixels": 10.5}, "max_pixels must be a whole number of pixels"),
         ({"video": noise(2), "resized_height": 32}, "give both resized_height and resized_width"),
     ],
-    ids=lambda value: f"{value!r:.40}".replace("\0", "0"),
+    ids=steady,
 )
 def test_what_is_no_video_is_refused_with_row_and_column(video: Any, reason: str) -> None:
     message = refusal({"prompt": user("which"), "videos": [noise(2), video]})

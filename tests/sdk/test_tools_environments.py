@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+from naming import steady
 from vlmroll.tools import Environment, EnvironmentPool, Toolbox, ToolCall, get_rewards, reset_all, run_calls
 
 LIMIT = 0.2
@@ -287,7 +288,7 @@ def picture(value: int) -> Image.Image:
         ({"type": "image", "image": picture(0)}, ["image"]),
         (np.zeros((4, 4, 3), np.uint8), ["image"]),
     ],
-    ids=str,
+    ids=steady,
 )
 def test_what_reset_may_return(returned: Any, kinds: list[str]) -> None:
     (parts,) = reset_all([Environment("sum", Sum(), Toolbox())], [{"first": returned}])
@@ -296,7 +297,7 @@ def test_what_reset_may_return(returned: Any, kinds: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "returned", [3, {"a": 1}, [1], object(), [[picture(0)]], Image.new("RGB", (0, 1)), "\ud800"], ids=str
+    "returned", [3, {"a": 1}, [1], object(), [[picture(0)]], Image.new("RGB", (0, 1)), "\ud800"], ids=steady
 )
 def test_what_reset_may_not_return(returned: Any) -> None:
     with pytest.raises(ValueError, match="return|pixels|Unicode") as caught:
@@ -370,7 +371,7 @@ def test_rewards() -> None:
     assert get_rewards([]) == []
 
 
-@pytest.mark.parametrize("value", ["1", float("inf"), [1.0, 2.0], torch.ones(2), object()], ids=str)
+@pytest.mark.parametrize("value", ["1", float("inf"), [1.0, 2.0], torch.ones(2), object()], ids=steady)
 def test_what_is_no_reward(value: Any) -> None:
     with pytest.raises(ValueError, match=r"get_reward\(\) of environment 'Giving' returned .*finite number or None"):
         get_rewards([rewarding(value)])
@@ -457,7 +458,7 @@ def failing() -> Base:
         (Clash, ValueError, "two tools have the name 'shared'"),
         (failing, ConnectionError, "no server"),
     ],
-    ids=str,
+    ids=steady,
 )
 def test_what_is_no_environment(factory: Any, kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words) as caught:

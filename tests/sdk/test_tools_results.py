@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from naming import steady
 from vlmroll.tools import Part, Toolbox, content_of, defused, run_calls
 from vlmroll.tools.types import MAX_ERROR, ToolCall, ToolResult, failure
 
@@ -103,7 +104,7 @@ def test_text_stands_as_it_is(text: str) -> None:
         ({"type": "text", "text": "not", "of": "ours"}, '{"type": "text", "text": "not", "of": "ours"}'),
         ([{"type": "text", "text": 3}], '[{"type": "text", "text": 3}]'),
     ],
-    ids=lambda value: str(value)[:30],
+    ids=steady,
 )
 def test_values_become_text(value: Any, wanted: str) -> None:
     assert text_of(value) == wanted
@@ -179,7 +180,7 @@ def image(value: int, **keys: int) -> dict[str, Any]:
         ([[red(1), "x"]], ['[["picture 1", "x"]]', 1]),
         ({"type": "image", "url": "x"}, ['{"type": "image", "url": "x"}']),
     ],
-    ids=lambda value: str(value)[:30],
+    ids=steady,
 )
 def test_pictures_among_other_things(value: Any, wanted: list[Any]) -> None:
     assert kinds(value) == wanted

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 from transformers.utils.chat_template_utils import get_json_schema
 
+from naming import steady
 from vlmroll.tools import Toolbox
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class Picture(Image.Image):
         (None, False),
         (3, False),
     ],
-    ids=str,
+    ids=steady,
 )
 def test_whether_a_tool_returns_pictures(hint: Any, wanted: bool) -> None:
     assert Toolbox([add, returning(hint)]).returns_pictures == wanted
@@ -171,7 +172,7 @@ def test_methods_partials_and_async_tools_return_pictures() -> None:
     assert not Toolbox().returns_pictures
 
 
-@pytest.mark.parametrize("given", [add, "add", {"add": add}, {add}, 3, None, iter([add])], ids=str)
+@pytest.mark.parametrize("given", [add, "add", {"add": add}, {add}, 3, None, iter([add])], ids=steady)
 def test_tools_are_a_list(given: Any) -> None:
     with pytest.raises(ValueError, match=r"^tools is .*; give a list of functions, such as \["):
         Toolbox(given)
@@ -276,7 +277,7 @@ def choices(a: int, b: str) -> str:
         (print, r"tools\[0\] is .*a name and a docstring"),
         (functools.partial(print), r"tools\[0\] is .*a name and a docstring"),
     ],
-    ids=str,
+    ids=steady,
 )
 def test_what_cannot_be_described_is_refused(function: Any, words: str) -> None:
     with pytest.raises(ValueError, match=f"(?s){words}"):
