@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vlmroll.config import PolicyConfig
+from vlmroll.config.options import describe_options
 from vlmroll.episodes import Episodes
 from vlmroll.generators.base import Generator, stop_ids_of
 from vlmroll.own_rollouts import OwnRollouts
@@ -84,11 +85,8 @@ def make_interaction(asked: Asked, adapter: FamilyAdapter, generator: Generator,
         ValueError: they do not go together with the options or the model's chat template; says what to do.
     """
     args: PolicyConfig = trainer.args
-    if not asked.interactive and args.max_tool_calling_iterations is not None and asked.rollout_func is None:
-        raise ValueError(
-            f"max_tool_calling_iterations={args.max_tool_calling_iterations}, but there are no tools; give `tools` or "
-            "an `environment_factory` to the trainer, or leave it out"
-        )
+    if not asked.interactive and asked.rollout_func is None:
+        _refuse_unread(args)
     if asked.rollout_func is not None:
         opener, stops = Opener(adapter), stop_ids_of(trainer.model, adapter)
         own = OwnRollouts(asked.rollout_func, trainer, stops)
@@ -113,6 +111,17 @@ def make_interaction(asked: Asked, adapter: FamilyAdapter, generator: Generator,
     text_only = bool(getattr(generator, "text_only", False))
     _check_template(adapter, [toolbox] if pool is None else _toolboxes(pool), text_only=text_only)
     return Interaction(opener=opener, episodes=Episodes(generator, opener, loop=loop), pool=pool)
+
+
+def _refuse_unread(args: PolicyConfig) -> None:
+    """Refuse options of tools where there are none."""
+    described = describe_options(type(args))
+    for name in ("max_tool_calling_iterations", "tool_timeout", "tool_call_format"):
+        if (value := getattr(args, name)) != described[name].default:
+            raise ValueError(
+                f"{name}={value!r}, but there are no tools; give `tools` or an `environment_factory` to the trainer, "
+                "or leave it out"
+            )
 
 
 def _toolboxes(pool: EnvironmentPool) -> list[Toolbox]:

@@ -285,6 +285,11 @@ def test_a_rollout_func_that_cannot_work_is_refused(function: Any, words: str, t
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "both": ({"rollout_func": wrong_ids, "tools": [add]}, "leave out tools and environment_factory"),
     "no tools": ({"max_tool_calling_iterations": 2}, "there are no tools"),
+    "no tools, a format": (
+        {"tool_call_format": "json_tagged"},
+        "tool_call_format='json_tagged', but there are no tools",
+    ),
+    "no tools, a limit": ({"tool_timeout": None}, "tool_timeout=None, but there are no tools"),
     "no template": ({"tools": [add]}, "tool_call_format"),
     "no iterations": ({"tools": [add], "max_tool_calling_iterations": 0}, "it must be at least 1"),
     "no time": ({"tools": [add], "tool_timeout": 0.0}, "it must be above 0 s"),

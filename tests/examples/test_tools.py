@@ -1,11 +1,7 @@
 """The tiny model that calls tools: its chat template and tokens, the tasks, the tools, and the two examples."""
 
-import json
-import os
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +14,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 import tool_tasks
 from digits import MODEL_DIR as TINY_VL
 from digits import draw, read_sheet
+from example_runs import run_example
 from tool_tasks import MAX_PIXELS, MODEL_DIR, OPERATORS, PLACES, answer_reward, close_up, compose
 from tools_text import calculate
 from tools_zoom import Zoom
@@ -241,18 +238,6 @@ def test_the_model_cannot_read_the_picture_without_the_tool() -> None:
 
 @pytest.mark.parametrize(("script", "algorithm"), [("tools_zoom", "rloo"), ("tools_text", "grpo")])
 def test_an_example_ends_with_a_line_of_json(script: str, algorithm: str, tmp_path: Path) -> None:
-    paths = os.pathsep.join(str(ROOT / name) for name in ("sdk", "processors"))
-    command = [sys.executable, str(ROOT / "examples" / f"{script}.py"), "--algorithm", algorithm, "--steps", "2"]
-    run = subprocess.run(
-        [*command, "--output-dir", str(tmp_path / "out")],
-        env={**os.environ, "PYTHONPATH": paths},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    result = json.loads(run.stdout.splitlines()[-1])
+    result = run_example(script, "--algorithm", algorithm, folder=tmp_path)
     assert set(result) == {"accuracy_before", "accuracy_after", "seconds", "steps", "seed"}
     assert 0.4 < result["accuracy_before"] < 0.7
-    assert {path.name for path in tmp_path.iterdir()} <= {"out"}
