@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -552,7 +553,7 @@ def test_an_interrupt_leaves_states_alone(name: str) -> None:
     assert "was not run" in error_of(run(("put", {"number": 1}), toolbox=stuck)[0])
 
 
-@pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="needs fork")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_makes_its_own_loop() -> None:
     process = python(
         HANGING
@@ -619,6 +620,7 @@ assert os.waitpid(child, 0)[1] == 0
 """
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_has_threads_of_its_own() -> None:
     done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

@@ -27,7 +27,8 @@ class _Worker:
 
 
 _idle: deque[_Worker] = deque()
-os.register_at_fork(after_in_child=_idle.clear)  # a child has no copies of the threads
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_idle.clear)  # a child has no copies of the threads
 
 
 def run_in_thread(work: Callable[[], None]) -> None:
